@@ -1,0 +1,387 @@
+"""Capture: the only file that registers hooks.
+
+During a forward pass of the model every call of a layer is noted: its input and the graph edge of its
+output. When the user's backward pass reaches the model's outputs, while the graph below them is still
+whole, the vectors that make the Fisher (drawn labels, exact columns, or the training gradient itself)
+are sent from there down to the noted edges. So no second pass is needed in the user's loop, a forward
+pass that is never followed by a backward pass leaves nothing behind, and the training gradient tells
+which targets are ignored.
+
+Two things here are worth knowing when changing them:
+
+* Outputs of layers are kept as graph *edges*. An in-place activation after a layer changes the tensor,
+  not the edge.
+* The hook on the model's outputs must not own the graph node it hangs on, or a graph that is dropped
+  without a backward pass would never be freed. It therefore asks autograd for the node it runs at.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.utils.hooks import RemovableHandle
+
+from tekfac.layers import Layer
+from tekfac.likelihoods import Likelihood, OutputShapeError, Prediction
+from tekfac.rows import BatchShape, LayerBatch, Rows
+
+logger = logging.getLogger("tekfac")
+
+FisherKind = Literal["sampled", "empirical", "exact"]
+FISHER_KINDS: tuple[FisherKind, ...] = ("sampled", "empirical", "exact")
+
+LossReduction = Literal["mean", "batchmean", "sum"]
+LOSS_REDUCTIONS: tuple[LossReduction, ...] = ("mean", "batchmean", "sum")
+
+OutputSelector = Callable[[Any], Tensor]
+
+
+@dataclass
+class Call:
+    """One call of a layer's module in a forward pass.
+
+    Attributes:
+        inputs: what the module received, [L, ...], with L the leading axis of this call.
+        edge: where the gradient of the output passes; None where the output is the model's own.
+        gradients: of the output, [K, L, ...], once the backward pass has been there.
+    """
+
+    layer: Layer
+    module: nn.Module
+    inputs: Tensor
+    edge: GradientEdge | None
+    gradients: Tensor | None = None
+
+
+@dataclass
+class Window:
+    """The calls of one forward pass of the model."""
+
+    calls: list[Call] = field(default_factory=list)
+
+
+class Capture:
+    """Watches a model and delivers, for each layer, what its curvature is measured from.
+
+    Attributes:
+        armed: whether forward passes are noted. Off, a hook costs one look at this flag.
+        batches: what was captured since the last `clear`, by layer name, one entry per forward pass.
+        problems: what kept a forward pass from being captured, in words.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        layers: Iterable[Layer],
+        *,
+        likelihood: Likelihood,
+        fisher: FisherKind,
+        loss_reduction: LossReduction,
+        outputs: OutputSelector | None,
+        seed: int,
+    ) -> None:
+        self.armed = False
+        self._likelihood = likelihood
+        self._fisher = fisher
+        self._loss_reduction = loss_reduction
+        self._select = outputs or find_outputs
+        self._seed = seed
+        self._generator: torch.Generator | None = None
+        self._state_before_draw: Tensor | None = None
+        self._window: Window | None = None
+        self._sending = False
+        self.batches: dict[str, list[LayerBatch]] = {}
+        self.problems: list[str] = []
+        handles = [
+            module.register_forward_hook(_Hook(self, "_note_call", layer), with_kwargs=True)
+            for layer in layers
+            for module in layer.modules
+        ]
+        handles.append(model.register_forward_pre_hook(_Hook(self, "_open_window")))
+        handles.append(model.register_forward_hook(_Hook(self, "_close_window")))
+        self._remove_hooks = weakref.finalize(self, _remove, handles)
+
+    def clear(self) -> None:
+        """Let go of what was captured."""
+        self.batches, self.problems = {}, []
+        self._window = None
+        self._state_before_draw = None
+
+    def roll_back(self) -> None:
+        """Let go of what was captured, as if its labels had never been drawn."""
+        if self._state_before_draw is not None and self._generator is not None:
+            self._generator.set_state(self._state_before_draw)
+        self.clear()
+
+    def remove_hooks(self) -> None:
+        """Stop watching the model for good."""
+        self._remove_hooks()
+
+    # -- the sampling generator ------------------------------------------------------------------------
+
+    def sampling_state(self) -> dict[str, Any]:
+        """The sampling generator as plain values."""
+        state = None if self._generator is None else self._generator.get_state()
+        device = None if self._generator is None else str(self._generator.device)
+        return {"seed": self._seed, "device": device, "state": state}
+
+    def load_sampling_state(self, saved: Mapping[str, Any]) -> None:
+        """Go on drawing where the saved generator stopped."""
+        self._seed = saved["seed"]
+        self._generator = None
+        if saved["state"] is not None:
+            self._generator = torch.Generator(device=saved["device"])
+            self._generator.set_state(saved["state"].cpu())
+
+    def _generator_on(self, device: torch.device) -> torch.Generator:
+        if self._generator is None or self._generator.device != device:
+            self._generator = torch.Generator(device=device).manual_seed(self._seed)
+        if self._state_before_draw is None:
+            self._state_before_draw = self._generator.get_state()
+        return self._generator
+
+    # -- hooks -----------------------------------------------------------------------------------------
+
+    def _open_window(self, model: nn.Module, args: tuple[Any, ...]) -> None:
+        self._window = Window() if model.training and _records_gradients() else None
+
+    def _note_call(
+        self,
+        layer: Layer,
+        module: nn.Module,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        output: Any,
+    ) -> None:
+        window = self._window
+        if window is None or not module.training or not _records_gradients():
+            return
+        inputs = args[0] if args else kwargs["input"]
+        if output.requires_grad:
+            window.calls.append(Call(layer, module, inputs.detach(), get_gradient_edge(output)))
+
+    def _close_window(self, model: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        window, self._window = self._window, None
+        if window is None or not window.calls:
+            return
+        outputs = self._select(output)
+        self._likelihood.check(outputs)
+        if not outputs.requires_grad:
+            return
+        for call in window.calls:
+            if call.edge is not None and call.edge.node is outputs.grad_fn:
+                call.edge = None
+        capture, output_nr, values = weakref.ref(self), outputs.output_nr, outputs.detach()
+
+        def at_outputs(gradient: Tensor) -> None:
+            owner = capture()
+            if owner is None or owner._sending or not window.calls:
+                return
+            node = torch._C._current_autograd_node()
+            calls, window.calls = window.calls, []
+            owner._receive(GradientEdge(node, output_nr), values, gradient, calls)
+
+        outputs.register_hook(at_outputs)  # type: ignore[no-untyped-call]
+
+    def _receive(
+        self, outputs_edge: GradientEdge, outputs: Tensor, gradient: Tensor, calls: list[Call]
+    ) -> None:
+        """Send the Fisher's vectors down from the outputs and keep what arrives at the layers."""
+        if not (bool(torch.isfinite(outputs).all()) and bool(torch.isfinite(gradient).all())):
+            self.problems.append("the model's outputs or their gradients are not finite")
+            return
+        prediction = self._likelihood.predict(outputs, gradient)
+        num_terms = self._num_terms(prediction)
+        if not num_terms:
+            return
+        self._sending = True
+        try:
+            for vector in self._vectors(prediction, gradient, num_terms, outputs.device):
+                _send(outputs_edge, vector, calls)
+        finally:
+            self._sending = False
+        terms = torch.tensor(float(num_terms), dtype=torch.float64)
+        by_layer: dict[str, list[Call]] = {}
+        for call in calls:
+            if call.gradients is not None:
+                by_layer.setdefault(call.layer.name, []).append(call)
+        for name, layer_calls in by_layer.items():
+            batch = self._batch(layer_calls, len(outputs), terms, prediction.counted)
+            self.batches.setdefault(name, []).append(batch)
+
+    def _num_terms(self, prediction: Prediction) -> int:
+        """M, the number of summands that the Fisher is divided by."""
+        if self._loss_reduction == "mean":
+            return int(prediction.counted.sum())
+        return int(prediction.counted.any(dim=1).sum())
+
+    def _vectors(
+        self, prediction: Prediction, gradient: Tensor, num_terms: int, device: torch.device
+    ) -> Iterator[Tensor]:
+        """The vectors, shaped like the outputs, that are back-propagated one by one."""
+        if self._fisher == "sampled":
+            yield prediction.sample(self._generator_on(device))
+        elif self._fisher == "exact":
+            yield from prediction.columns()
+        else:
+            yield gradient if self._loss_reduction == "sum" else gradient * num_terms
+
+    def _batch(
+        self, calls: Sequence[Call], outputs_length: int, terms: Tensor, counted: Tensor
+    ) -> LayerBatch:
+        """All calls of one layer as one batch, each sample's positions one after the other."""
+        layer = calls[0].layer
+        calls = [_samples_first(call, outputs_length) for call in calls]
+        lengths = [len(call.inputs) for call in calls]
+        samples = outputs_length
+        if any(length % outputs_length for length in lengths):
+            samples = math.gcd(*lengths)
+            if self._fisher != "sampled":
+                raise OutputShapeError(
+                    f"Layer {layer.name!r} received inputs with a first axis of {lengths}, which is not "
+                    f"a multiple of the {outputs_length} samples of the model's outputs, so its rows "
+                    f"cannot be told apart by sample. With fisher={self._fisher!r} keep the samples as "
+                    "first axis throughout, leave the layer to first order "
+                    f"(first_order=[{layer.name!r}]), or use fisher='sampled'."
+                )
+        ignored = None if bool(counted.all()) else ~counted
+
+        def slice_rows(start: int, stop: int) -> Rows:
+            parts = [_rows(call, samples, start, stop, ignored) for call in calls]
+            if len(parts) == 1:
+                return parts[0]
+            masks = [part.counted for part in parts]
+            joined = None
+            if any(mask is not None for mask in masks):
+                joined = torch.cat(
+                    [
+                        part.a.new_ones(part.a.shape[1:3], dtype=torch.bool) if mask is None else mask
+                        for part, mask in zip(parts, masks, strict=True)
+                    ],
+                    dim=1,
+                )
+            return Rows(
+                torch.cat([part.a for part in parts], dim=2),
+                torch.cat([part.u for part in parts], dim=3),
+                joined,
+            )
+
+        positions = sum(
+            call.gradients[0].numel() // (layer.weight.shape[0] * samples)
+            for call in calls
+            if call.gradients is not None
+        )
+        assert calls[0].gradients is not None
+        shape = BatchShape(len(calls[0].gradients), layer.groups, samples, positions, layer.d_in, layer.d_out)
+        return LayerBatch(shape, terms.to(calls[0].inputs.device), slice_rows)
+
+
+def find_outputs(returned: Any) -> Tensor:
+    """The tensor to read predictions from, in whatever the model returned.
+
+    A tensor is itself; then `.logits`, the key "logits", and the first tensor of a tuple, list or
+    one-entry dict.
+
+    Raises:
+        OutputShapeError: if none of these fits.
+    """
+    if isinstance(returned, Tensor):
+        return returned
+    logits = getattr(returned, "logits", None)
+    if logits is None and isinstance(returned, Mapping):
+        logits = returned.get("logits")
+        if logits is None and len(returned) == 1:
+            logits = next(iter(returned.values()))
+    if logits is None and isinstance(returned, tuple | list):
+        logits = next((part for part in returned if isinstance(part, Tensor)), None)
+    if isinstance(logits, Tensor):
+        return logits
+    keys = f" with keys {list(returned)}" if isinstance(returned, Mapping) else ""
+    raise OutputShapeError(
+        f"Cannot find the predictions in what the model returned: a {type(returned).__name__}{keys}. "
+        "Expected a tensor, something with `.logits` or a 'logits' entry, or a tuple that starts with "
+        "them. Otherwise say where they are: outputs=lambda returned: ..."
+    )
+
+
+def _records_gradients() -> bool:
+    """Whether this is a plain forward pass that autograd records (not one inside torch.func)."""
+    return torch.is_grad_enabled() and torch._C._functorch.peek_interpreter_stack() is None
+
+
+def _send(outputs_edge: GradientEdge, vector: Tensor, calls: Sequence[Call]) -> None:
+    """Back-propagate one vector from the outputs and append what arrives at each call's output."""
+    edges = [outputs_edge if call.edge is None else call.edge for call in calls]
+    arrived = torch.autograd.grad([outputs_edge], edges, [vector], retain_graph=True, allow_unused=True)
+    for call, gradient in zip(calls, arrived, strict=True):
+        if gradient is not None:
+            column = gradient.detach()[None]
+            call.gradients = column if call.gradients is None else torch.cat([call.gradients, column])
+
+
+def _samples_first(call: Call, num_samples: int) -> Call:
+    """The call with the samples as axis 0, for linear layers inside sequence-first models."""
+    inputs, gradients = call.inputs, call.gradients
+    assert gradients is not None
+    if call.layer.is_convolution:
+        spatial = call.layer.weight.ndim - 2
+        if inputs.ndim == spatial + 1:  # an unbatched image
+            return Call(call.layer, call.module, inputs[None], None, gradients[:, None])
+        return call
+    if inputs.ndim == 1:
+        return Call(call.layer, call.module, inputs[None], None, gradients[:, None])
+    if inputs.ndim > 2 and inputs.shape[0] != num_samples and inputs.shape[1] == num_samples:
+        return Call(call.layer, call.module, inputs.transpose(0, 1), None, gradients.transpose(1, 2))
+    return call
+
+
+def _rows(call: Call, samples: int, start: int, stop: int, ignored: Tensor | None) -> Rows:
+    """Rows of some samples of one call; a leading axis of k * samples is k positions per sample."""
+    assert call.gradients is not None
+    fold = len(call.inputs) // samples
+    part = slice(start * fold, stop * fold)
+    a = call.layer.input_rows(call.module, call.inputs[part])
+    u = call.layer.output_rows(call.module, call.gradients[:, part])
+    a = a.reshape(a.shape[0], stop - start, -1, a.shape[-1])
+    u = u.reshape(*u.shape[:2], stop - start, -1, u.shape[-1])
+    counted = None
+    if ignored is not None and ignored.shape == (samples, a.shape[2]):
+        counted = ~ignored[start:stop] | (u != 0).any(dim=-1).any(dim=0).any(dim=0)
+    return Rows(a, u, counted)
+
+
+class _Hook:
+    """A hook that does not keep the capture alive and stays behind when a model is copied or saved."""
+
+    def __init__(self, capture: Capture, method: str, *arguments: Any) -> None:
+        self._capture = weakref.ref(capture)
+        self._method = method
+        self._arguments = arguments
+
+    def __call__(self, *arguments: Any) -> None:
+        capture = self._capture()
+        if capture is not None and capture.armed:
+            getattr(capture, self._method)(*self._arguments, *arguments)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., None]:
+        return _inert
+
+    def __reduce__(self) -> str:
+        return "_inert"
+
+
+def _inert(*arguments: Any) -> None:
+    """What a hook becomes in a copied or saved model."""
+
+
+def _remove(handles: Sequence[RemovableHandle]) -> None:
+    for handle in handles:
+        handle.remove()

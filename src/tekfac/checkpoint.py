@@ -1,0 +1,148 @@
+"""Optimizer state as plain values keyed by name, and back.
+
+Plain means dicts, lists, numbers, strings and tensors, so that torch.load(weights_only=True) reads a
+saved state. Nothing here is cast: a factor comes back in the precision it was saved in.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tekfac.averages import Average
+from tekfac.curvature import LayerCurvature
+from tekfac.damping import from_plain, to_plain
+from tekfac.eigenbasis import Eigenbasis
+from tekfac.factors import Moments
+from tekfac.layers import Layer
+
+NamedGroups = Sequence[Mapping[str, Any]]
+
+
+def curvature_to_plain(curvature: LayerCurvature) -> dict[str, Any]:
+    """One layer's curvature as tensors and numbers."""
+    theta = curvature.theta
+    return {
+        "moments": {**curvature.moments.values._asdict(), "weight": curvature.moments.weight},
+        "basis": curvature.basis._asdict(),
+        "theta": None if theta is None else {"value": theta.values[0], "weight": theta.weight},
+        "failed_refreshes": curvature.failed_refreshes,
+    }
+
+
+def curvature_from_plain(plain: Mapping[str, Any], device: torch.device) -> LayerCurvature:
+    """The inverse, with copies of the tensors on the given device."""
+
+    def copy(tensor: Tensor) -> Tensor:
+        return tensor.to(device, copy=True)
+
+    moments, basis, theta = dict(plain["moments"]), plain["basis"], plain["theta"]
+    weight = moments.pop("weight")
+    return LayerCurvature(
+        Average(Moments(**{key: copy(value) for key, value in moments.items()}), weight),
+        Eigenbasis(**{key: copy(value) for key, value in basis.items()}),
+        None if theta is None else Average((copy(theta["value"]),), theta["weight"]),
+        plain["failed_refreshes"],
+    )
+
+
+def named_state(
+    indexed: Mapping[str, Any], groups: NamedGroups, names: Mapping[Tensor, str]
+) -> dict[str, Any]:
+    """torch's own optimizer state, which counts parameters, keyed by their names instead."""
+    order = _names_in_order(groups, names)
+    return {
+        "state": {order[index]: dict(values) for index, values in indexed["state"].items()},
+        "param_groups": [
+            {
+                **group,
+                "params": [order[index] for index in group["params"]],
+                "damping": to_plain(group["damping"]),
+            }
+            for group in indexed["param_groups"]
+        ],
+    }
+
+
+def indexed_state(
+    named: Mapping[str, Any], groups: NamedGroups, names: Mapping[Tensor, str]
+) -> dict[str, Any]:
+    """The inverse of `named_state`, for the present groups."""
+    index = {name: position for position, name in enumerate(_names_in_order(groups, names))}
+    return {
+        "state": {index[name]: dict(values) for name, values in named["state"].items()},
+        "param_groups": [
+            {
+                **group,
+                "params": [index[name] for name in group["params"]],
+                "damping": from_plain(group["damping"]),
+            }
+            for group in named["param_groups"]
+        ],
+    }
+
+
+def require_same_method(saved: Mapping[str, Any], method: str) -> None:
+    """Raise ValueError for a state that is not one of ours, or of another method."""
+    if "layers" not in saved or "method" not in saved:
+        raise ValueError(
+            f"This is not the state of a tekfac optimizer: it has the entries {sorted(saved)}, none "
+            "named 'layers' and 'method'."
+        )
+    if saved["method"] != method:
+        raise ValueError(
+            f"The saved state is that of {saved['method']}, this optimizer is {method}. Load it into "
+            f"tekfac.{saved['method']}, or start {method} anew."
+        )
+
+
+def require_same_architecture(
+    saved: Mapping[str, Any],
+    layers: Mapping[str, Layer],
+    names: Mapping[Tensor, str],
+    groups: NamedGroups,
+) -> None:
+    """Raise ValueError that names every layer and parameter in which the saved state differs."""
+    differences = []
+    for name in sorted(set(saved["layers"]) - set(layers)):
+        differences.append(f"layer {name!r} is in the saved state only")
+    for name, layer in layers.items():
+        if name in saved["layers"]:
+            basis = saved["layers"][name]["basis"]
+            found = (*basis["values_out"].shape, basis["values_in"].shape[-1])
+            expected = (layer.groups, layer.d_out, layer.d_in)
+            if found != expected:
+                differences.append(
+                    f"layer {name!r} has blocks {list(expected)} (groups, out, in), saved {list(found)}"
+                )
+        elif saved["layers"]:
+            differences.append(f"layer {name!r} is not in the saved state")
+    ours = [[names.get(p, "?") for p in group["params"]] for group in groups]
+    theirs = [list(group["params"]) for group in saved["param_groups"]]
+    ours_all, theirs_all = {n for g in ours for n in g}, {n for g in theirs for n in g}
+    for name in sorted(theirs_all - ours_all):
+        differences.append(f"parameter {name!r} is in the saved state only")
+    for name in sorted(ours_all - theirs_all):
+        differences.append(f"parameter {name!r} is not in the saved state")
+    if ours_all == theirs_all and ours != theirs:
+        differences.append(
+            f"the param groups hold other parameters: {ours} here, {theirs} in the saved state"
+        )
+    by_name = {name: parameter for parameter, name in names.items()}
+    for name, values in saved["state"].items():
+        velocity = values.get("momentum_buffer")
+        if name in by_name and velocity is not None and velocity.shape != by_name[name].shape:
+            differences.append(
+                f"parameter {name!r} has shape {list(by_name[name].shape)}, saved {list(velocity.shape)}"
+            )
+    if differences:
+        raise ValueError("The saved state is that of another architecture: " + "; ".join(differences) + ".")
+
+
+def _names_in_order(groups: NamedGroups, names: Mapping[Tensor, str]) -> list[str]:
+    """Parameter names in the order in which torch counts parameters."""
+    parameters = [parameter for group in groups for parameter in group["params"]]
+    return [names.get(parameter, f"unnamed.{index}") for index, parameter in enumerate(parameters)]

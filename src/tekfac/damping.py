@@ -1,0 +1,274 @@
+"""Damping: how lambda enters the denominators D [G, d_out, d_in] of a layer's re-scaling S.
+
+Every rule is a small frozen dataclass, so that it can be compared, printed, put into a param group and
+saved with the optimizer. A rule sees the spectrum of its layer and those of the whole network:
+
+    Tikhonov          D = S + lambda                                        (paper, Eq. dam1)
+    Factored          D = (sqrt(sigma) l_out + sqrt(lambda)/pi)(sqrt(sigma) l_in + pi sqrt(lambda))
+    TraceBased        lambda = max(tr S, floor) / (d_in d_out)              (paper, Eq. dam2)
+    BesideConvolutions  fully connected layers of a convolutional network, by the largest lambda of
+                        its convolutions, beta; three readings of the paper's sentence
+    ByNetwork         one rule for convolutions, one for fully connected layers beside them, one for
+                        networks without any
+
+docs/mathematics.md, section 5.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any, ClassVar, Literal, NamedTuple, Protocol, runtime_checkable
+
+import torch
+from torch import Tensor
+
+from tekfac.eigenbasis import Eigenbasis
+
+DEFAULT_DAMPING = 1e-3
+DEFAULT_TRACE_FLOOR = 1e-2
+
+BetaReading = Literal["add", "scale", "scale_all", "convolution"]
+BETA_READINGS: tuple[BetaReading, ...] = ("add", "scale", "scale_all", "convolution")
+
+
+class Spectrum(NamedTuple):
+    """What a damping rule may look at.
+
+    Attributes:
+        rescaling: S, [G, d_out, d_in].
+        basis: the layer's eigenbasis, with the factors' eigenvalues and scale.
+        is_convolution: whether the layer is a convolution.
+        is_product: whether S is the product of the factors' eigenvalues.
+    """
+
+    rescaling: Tensor
+    basis: Eigenbasis
+    is_convolution: bool
+    is_product: bool
+
+
+@runtime_checkable
+class DampingRule(Protocol):
+    """Gives the denominators of one layer."""
+
+    def denominators(self, layer: Spectrum, network: Sequence[Spectrum]) -> Tensor:
+        """D, [G, d_out, d_in], every entry positive."""
+        ...
+
+
+class _Named:
+    """Rules by name, for saving and loading."""
+
+    registry: ClassVar[dict[str, type[Any]]] = {}
+
+    def __init_subclass__(cls) -> None:
+        _Named.registry[cls.__name__] = cls
+
+
+@dataclass(frozen=True)
+class Tikhonov(_Named):
+    """S + lambda I: the exact Tikhonov solve of the approximation."""
+
+    damping: float = DEFAULT_DAMPING
+
+    def __post_init__(self) -> None:
+        _require_positive("damping", self.damping)
+
+    def denominators(self, layer: Spectrum, network: Sequence[Spectrum]) -> Tensor:
+        """S + lambda."""
+        return layer.rescaling + self.damping
+
+
+@dataclass(frozen=True)
+class Factored(_Named):
+    """sqrt(lambda) on each factor, split by pi or equally.
+
+    With the scale shared equally between the factors, A' = sqrt(sigma) A and U' = sqrt(sigma) U:
+    (A' + pi sqrt(lambda) I) (x) (U' + sqrt(lambda)/pi I). `split="pi"` balances the two by their mean
+    eigenvalues, pi^2 = (tr A'/d_in) / (tr U'/d_out); `split="equal"` has pi = 1.
+    """
+
+    damping: float = DEFAULT_DAMPING
+    split: Literal["pi", "equal"] = "pi"
+
+    def __post_init__(self) -> None:
+        _require_positive("damping", self.damping)
+        if self.split not in ("pi", "equal"):
+            raise ValueError(f"Invalid split: {self.split!r}. Expected 'pi' or 'equal'.")
+
+    def denominators(self, layer: Spectrum, network: Sequence[Spectrum]) -> Tensor:
+        """(l_out' + sqrt(lambda)/pi) (l_in' + pi sqrt(lambda))."""
+        damping = torch.as_tensor(self.damping, dtype=layer.rescaling.dtype)
+        return factored(layer, damping.to(layer.rescaling.device), self.split)
+
+
+@dataclass(frozen=True)
+class TraceBased(_Named):
+    """lambda from the layer's own trace, with a floor (the paper's vartheta).
+
+    lambda = max(tr S, floor) / (d_in d_out): the mean of S, unless the trace is below the floor. Each
+    convolution group is a block with a trace of its own. `factored` splits this lambda between the
+    factors by pi instead of adding it to S.
+    """
+
+    floor: float = DEFAULT_TRACE_FLOOR
+    factored: bool = False
+
+    def __post_init__(self) -> None:
+        _require_positive("trace_floor", self.floor)
+
+    def denominators(self, layer: Spectrum, network: Sequence[Spectrum]) -> Tensor:
+        """S + lambda, or the factored form with the same lambda."""
+        damping = trace_damping(layer.rescaling, self.floor)
+        if self.factored:
+            return factored(layer, damping, "pi")
+        return layer.rescaling + damping
+
+
+@dataclass(frozen=True)
+class BesideConvolutions(_Named):
+    """Fully connected layers of a convolutional network: "expanded by a factor of beta".
+
+    beta is the largest lambda among the convolutions. The paper's sentence can be read as
+
+        add          D = S + beta               the layer is damped like the most damped convolution
+        scale        D = beta S + lambda        the block itself is multiplied
+        scale_all    D = beta (S + lambda)      the damped block is multiplied
+        convolution  the convolutions' own rule (no beta)
+
+    Only `add` and `convolution` keep the proportion between layers when the loss is re-scaled.
+    """
+
+    reading: BetaReading = "add"
+    floor: float = DEFAULT_TRACE_FLOOR
+    damping: float = DEFAULT_DAMPING
+
+    def __post_init__(self) -> None:
+        _require_positive("trace_floor", self.floor)
+        _require_positive("damping", self.damping)
+        if self.reading not in BETA_READINGS:
+            raise ValueError(
+                f"Invalid reading of beta: {self.reading!r}. Expected one of {', '.join(BETA_READINGS)}."
+            )
+
+    def denominators(self, layer: Spectrum, network: Sequence[Spectrum]) -> Tensor:
+        """By the chosen reading."""
+        if self.reading == "convolution":
+            return TraceBased(self.floor).denominators(layer, network)
+        beta = largest_convolution_damping(network, self.floor)
+        if self.reading == "add":
+            return layer.rescaling + beta
+        if self.reading == "scale":
+            return beta * layer.rescaling + self.damping
+        return beta * (layer.rescaling + self.damping)
+
+
+@dataclass(frozen=True)
+class ByNetwork(_Named):
+    """One rule for convolutions, one for other layers beside them, one for networks without any."""
+
+    convolution: DampingRule
+    beside: DampingRule
+    without: DampingRule
+
+    def denominators(self, layer: Spectrum, network: Sequence[Spectrum]) -> Tensor:
+        """By the kind of the layer and of the network."""
+        if layer.is_convolution:
+            rule = self.convolution
+        elif any(other.is_convolution for other in network):
+            rule = self.beside
+        else:
+            rule = self.without
+        return rule.denominators(layer, network)
+
+
+def trace_damping(rescaling: Tensor, floor: float) -> Tensor:
+    """max(tr S, floor) / (d_in d_out) of each block, [G, d_out, d_in] -> [G, 1, 1]."""
+    _, d_out, d_in = rescaling.shape
+    return rescaling.sum(dim=(1, 2), keepdim=True).clamp_min(floor) / (d_out * d_in)
+
+
+def largest_convolution_damping(network: Sequence[Spectrum], floor: float) -> Tensor:
+    """beta: the largest trace-based lambda among the convolutions; a scalar tensor.
+
+    Raises:
+        ValueError: if the network has no preconditioned convolution.
+    """
+    dampings = [trace_damping(s.rescaling, floor).max() for s in network if s.is_convolution]
+    if not dampings:
+        raise ValueError(
+            "BesideConvolutions needs a network with at least one preconditioned convolution. Use "
+            "Tikhonov or TraceBased for networks without."
+        )
+    return torch.stack(dampings).max()
+
+
+def factored(layer: Spectrum, damping: Tensor, split: str) -> Tensor:
+    """(l_out' + sqrt(lambda)/pi) (l_in' + pi sqrt(lambda)), [G, d_out, d_in].
+
+    Raises:
+        ValueError: if the layer's re-scaling is not the product of its factors' eigenvalues.
+    """
+    if not layer.is_product:
+        raise ValueError(
+            "Factored damping is added to the Kronecker factors, but this method's re-scaling is not "
+            "the product of their eigenvalues. Use Tikhonov, TraceBased or a float."
+        )
+    root_scale = layer.basis.scale.sqrt()[:, None]
+    values_in, values_out = root_scale * layer.basis.values_in, root_scale * layer.basis.values_out
+    root = damping.sqrt().reshape(-1, 1).expand(values_in.shape[0], 1)
+    if split == "pi":
+        tiny = torch.finfo(values_in.dtype).tiny
+        mean_in = values_in.mean(dim=1, keepdim=True).clamp_min(tiny)
+        mean_out = values_out.mean(dim=1, keepdim=True).clamp_min(tiny)
+        pi = (mean_in / mean_out).sqrt()
+    else:
+        pi = torch.ones_like(root)
+    return (values_out + root / pi)[:, :, None] * (values_in + root * pi)[:, None, :]
+
+
+def as_rule(damping: float | DampingRule | None, own_rule: DampingRule) -> DampingRule:
+    """What a `damping` setting means: None is the method's own rule, a number is S + lambda I."""
+    if damping is None:
+        return own_rule
+    if isinstance(damping, int | float) and not isinstance(damping, bool):
+        return Tikhonov(float(damping))
+    if isinstance(damping, DampingRule):
+        return damping
+    raise ValueError(
+        f"Invalid damping: {damping!r}. Expected None (the method's own rule), a positive number or a "
+        "rule from tekfac.damping."
+    )
+
+
+def to_plain(damping: float | DampingRule | None) -> Any:
+    """A damping setting as numbers, strings and dicts."""
+    if damping is None or isinstance(damping, int | float):
+        return damping
+    name = type(damping).__name__
+    if _Named.registry.get(name) is not type(damping):
+        raise TypeError(
+            f"The damping rule {damping!r} cannot be saved: only the rules of tekfac.damping can. Set "
+            "param_groups[...]['damping'] to one of them before saving."
+        )
+    values = {field.name: getattr(damping, field.name) for field in fields(damping)}  # type: ignore[arg-type]
+    return {"rule": name, **{key: _nested_to_plain(value) for key, value in values.items()}}
+
+
+def from_plain(plain: Any) -> float | DampingRule | None:
+    """The damping setting that `to_plain` was given."""
+    if not isinstance(plain, Mapping):
+        return plain  # type: ignore[no-any-return]
+    values = dict(plain)
+    rule = _Named.registry[values.pop("rule")]
+    return rule(**{key: from_plain(value) for key, value in values.items()})  # type: ignore[no-any-return]
+
+
+def _nested_to_plain(value: Any) -> Any:
+    return to_plain(value) if isinstance(value, DampingRule) else value
+
+
+def _require_positive(name: str, value: float) -> None:
+    if not value > 0 or value == float("inf"):
+        raise ValueError(f"Invalid {name}: {value!r}. Expected a positive, finite number.")

@@ -1,0 +1,262 @@
+"""Kronecker factors of a layer's Fisher block: plain and trace-restricted.
+
+    plain              F ~ A (x) U            A = E[a a^T],  U = E[u u^T]                (paper, Eq. kfac2)
+    trace-restricted   F ~ sigma Phi (x) Psi  the normalised partial traces of F         (paper, Eq. tkfac2)
+
+Both are built from two second moments, one of the inputs and one of the output gradients. In the
+trace-restricted ones every row is weighted by the squared norm of its partner. What "row" means when a
+layer uses its weights at several positions is the *sharing*:
+
+    exact    partial traces of the exact block, E[G_n^T G_n] and E[G_n G_n^T]: the trace of F is kept
+    expand   positions are treated as if they were independent samples
+    reduce   inputs are averaged and output gradients summed over positions first
+
+docs/mathematics.md, sections 2 and 3, has the formulas and what each of them keeps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from tekfac.rows import LayerBatch, Rows, samples_within
+
+
+class Moments(NamedTuple):
+    """Second moments of one layer, in the form that is averaged over steps.
+
+    Attributes:
+        input: [G, d_in, d_in].
+        output: [G, d_out, d_out].
+        scale: [G]; the common trace sigma for trace-restricted moments, 1 for plain ones.
+    """
+
+    input: Tensor
+    output: Tensor
+    scale: Tensor
+
+
+class KroneckerFactors(NamedTuple):
+    """F is approximated by scale * input (x) output.
+
+    Attributes:
+        input: A or Phi, [G, d_in, d_in].
+        output: U or Psi, [G, d_out, d_out].
+        scale: sigma, [G].
+    """
+
+    input: Tensor
+    output: Tensor
+    scale: Tensor
+
+
+class MomentSums(NamedTuple):
+    """Sums over the samples of one chunk, and what the input sum is to be divided by.
+
+    The output sum is always divided by the number of loss terms. `input_count` is None where the input
+    sum is, too.
+    """
+
+    input: Tensor
+    output: Tensor
+    input_count: Tensor | None
+
+
+MeasureChunk = Callable[[Rows], MomentSums]
+
+
+@dataclass(frozen=True)
+class FactorRule:
+    """One of the two choices of factors.
+
+    Attributes:
+        name: for messages.
+        sharings: how a chunk of rows is measured, by the name of the sharing.
+        trace_restricted: whether both moments have the trace of F, which becomes the scale.
+    """
+
+    name: str
+    sharings: Mapping[str, MeasureChunk]
+    trace_restricted: bool
+
+    def measure(self, batches: Sequence[LayerBatch], sharing: str, memory_budget: int) -> Moments:
+        """The moments of one or more batches of the same layer, as of one large batch."""
+        total: MomentSums | None = None
+        for batch in batches:
+            for rows in batch.chunks(_chunk_size(batch, memory_budget)):
+                sums = self.sharings[sharing](rows)
+                total = sums if total is None else _add(total, sums)
+        assert total is not None, "measure() needs at least one batch"
+        num_terms = torch.stack([batch.num_terms for batch in batches]).sum().to(total.output.dtype)
+        output_moment = total.output / num_terms
+        if self.trace_restricted:
+            input_moment = total.input / num_terms
+            return Moments(input_moment, output_moment, trace(input_moment))
+        count = num_terms if total.input_count is None else total.input_count
+        return Moments(total.input / count, output_moment, torch.ones_like(total.input[:, 0, 0]))
+
+    def read(self, moments: Moments) -> KroneckerFactors:
+        """The factors that the (averaged) moments stand for."""
+        if not self.trace_restricted:
+            return KroneckerFactors(*moments)
+        return KroneckerFactors(unit_trace(moments.input), unit_trace(moments.output), moments.scale)
+
+    def normalised(self, moments: Moments) -> Moments:
+        """Moments as the paper averages them (Eqs. etkfac7, etkfac8): Phi, Psi and sigma themselves."""
+        return Moments(*self.read(moments))
+
+
+def trace(matrix: Tensor) -> Tensor:
+    """Traces over the last two axes, [..., d, d] -> [...]."""
+    return matrix.diagonal(dim1=-2, dim2=-1).sum(-1)
+
+
+def unit_trace(matrix: Tensor) -> Tensor:
+    """The matrices divided by their traces; I / d where a trace is 0 (a layer no gradient reaches)."""
+    traces = trace(matrix)[..., None, None]
+    size = matrix.shape[-1]
+    flat = torch.eye(size, dtype=matrix.dtype, device=matrix.device) / size
+    return torch.where(traces > 0, matrix / traces.clamp_min(torch.finfo(matrix.dtype).tiny), flat)
+
+
+def _add(total: MomentSums, sums: MomentSums) -> MomentSums:
+    count = None
+    if total.input_count is not None and sums.input_count is not None:
+        count = total.input_count + sums.input_count
+    return MomentSums(total.input.add_(sums.input), total.output.add_(sums.output), count)
+
+
+def _chunk_size(batch: LayerBatch, memory_budget: int) -> int:
+    """Samples per chunk such that rows and Gram matrices, or per-sample gradients, fit the budget."""
+    columns, groups, _, positions, d_in, d_out = batch.shape
+    rows = 2 * positions * (d_in + columns * d_out)
+    work = max(2 * positions**2, columns * d_in * d_out)
+    return samples_within(memory_budget, groups * (rows + work))
+
+
+# -- plain ---------------------------------------------------------------------------------------------
+
+
+def plain_expand(rows: Rows) -> MomentSums:
+    """A: mean of a a^T over samples and positions; U: sum of u u^T over positions, mean over samples."""
+    a, counted = rows.a, rows.counted
+    if counted is None:
+        weighted = a
+        count = torch.tensor(float(a.shape[1] * a.shape[2]), dtype=a.dtype, device=a.device)
+    else:
+        weighted = a * counted[None, :, :, None].to(a.dtype)
+        count = counted.sum().to(a.dtype)
+    return MomentSums(
+        torch.einsum("gnti,gntj->gij", weighted, a),
+        torch.einsum("kgnto,kgntp->gop", rows.u, rows.u),
+        count,
+    )
+
+
+def plain_reduce(rows: Rows) -> MomentSums:
+    """A: mean over samples of the outer product of the mean input; U: of the summed output gradient."""
+    a, u = _reduced(rows)
+    count = torch.tensor(float(a.shape[1]), dtype=a.dtype, device=a.device)
+    return MomentSums(torch.einsum("gni,gnj->gij", a, a), torch.einsum("kgno,kgnp->gop", u, u), count)
+
+
+# -- trace-restricted ----------------------------------------------------------------------------------
+
+
+def restricted_exact(rows: Rows) -> MomentSums:
+    """Partial traces of the exact block: sums of G^T G and G G^T, by the cheaper of two contractions."""
+    groups_n_t_din, d_out = rows.a.shape, rows.u.shape[-1]
+    positions, d_in, columns = groups_n_t_din[2], groups_n_t_din[3], rows.u.shape[0]
+    if gram_cost(positions, d_in, d_out, columns) <= gradient_cost(positions, d_in, d_out, columns):
+        return exact_by_grams(rows)
+    return exact_by_gradients(rows)
+
+
+def gram_cost(positions: int, d_in: int, d_out: int, columns: int) -> int:
+    """Multiplications per sample of `exact_by_grams`."""
+    sides = d_in + columns * d_out
+    return 2 * positions**2 * sides + positions * (d_in**2 + columns * d_out**2)
+
+
+def gradient_cost(positions: int, d_in: int, d_out: int, columns: int) -> int:
+    """Multiplications per sample of `exact_by_gradients`."""
+    return columns * d_in * d_out * (positions + d_in + d_out)
+
+
+def exact_by_grams(rows: Rows) -> MomentSums:
+    """sum a^T (u u^T) a and sum u^T (a a^T) u, from the T x T Gram matrices of each sample."""
+    a, u = rows.a, rows.u
+    gram_of_inputs = torch.einsum("gnti,gnsi->gnts", a, a)
+    gram_of_gradients = torch.einsum("kgnto,kgnso->gnts", u, u)
+    weighted_a = torch.einsum("gnts,gnsi->gnti", gram_of_gradients, a)
+    weighted_u = torch.einsum("gnts,kgnso->kgnto", gram_of_inputs, u)
+    return MomentSums(
+        torch.einsum("gnti,gntj->gij", a, weighted_a),
+        torch.einsum("kgnto,kgntp->gop", u, weighted_u),
+        None,
+    )
+
+
+def exact_by_gradients(rows: Rows) -> MomentSums:
+    """sum G^T G and sum G G^T, from the per-sample gradients themselves."""
+    gradients = rows.per_sample_gradients()
+    return MomentSums(
+        torch.einsum("kgnoi,kgnoj->gij", gradients, gradients),
+        torch.einsum("kgnoi,kgnpi->gop", gradients, gradients),
+        None,
+    )
+
+
+def restricted_expand(rows: Rows) -> MomentSums:
+    """Positions as samples: sum |u_t|^2 a_t a_t^T and sum |a_t|^2 u_t u_t^T."""
+    return _weighted_by_partner(rows.a, rows.u)
+
+
+def restricted_reduce(rows: Rows) -> MomentSums:
+    """One row per sample: sum |u|^2 a a^T and sum |a|^2 u u^T of the mean input, summed gradient."""
+    a, u = _reduced(rows)
+    return _weighted_by_partner(a.unsqueeze(2), u.unsqueeze(3))
+
+
+def _weighted_by_partner(a: Tensor, u: Tensor) -> MomentSums:
+    norms_of_u = u.square().sum(dim=(0, -1))  # [G, N, T]
+    norms_of_a = a.square().sum(dim=-1)  # [G, N, T]
+    return MomentSums(
+        torch.einsum("gnti,gntj->gij", a * norms_of_u[..., None], a),
+        torch.einsum("kgnto,kgntp->gop", u * norms_of_a[None, ..., None], u),
+        None,
+    )
+
+
+def _reduced(rows: Rows) -> tuple[Tensor, Tensor]:
+    """Mean input [G, N, d_in] over the counted positions, summed output gradient [K, G, N, d_out]."""
+    if rows.counted is None:
+        mean_input = rows.a.mean(dim=2)
+    else:
+        weight = rows.counted.to(rows.a.dtype)
+        weight = weight / weight.sum(dim=1, keepdim=True).clamp_min(1)
+        mean_input = torch.einsum("gnti,nt->gni", rows.a, weight)
+    return mean_input, rows.u.sum(dim=3)
+
+
+# -- the two rules -------------------------------------------------------------------------------------
+
+PLAIN = FactorRule(
+    name="plain",
+    sharings={"expand": plain_expand, "reduce": plain_reduce},
+    trace_restricted=False,
+)
+
+TRACE_RESTRICTED = FactorRule(
+    name="trace-restricted",
+    sharings={
+        "exact": restricted_exact,
+        "expand": restricted_expand,
+        "reduce": restricted_reduce,
+    },
+    trace_restricted=True,
+)

@@ -1,0 +1,142 @@
+"""Layer adapters: what a module computes, written as s[n, t] = W a[n, t].
+
+An adapter turns what a module received and what came back for its output into rows (see rows.py), and
+`.grad` into a gradient matrix with the bias as last column. Nothing else in the library asks for a
+module's type.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+
+@dataclass(frozen=True)
+class Layer:
+    """One block owner: a module, or several that share weight and bias.
+
+    Attributes:
+        name: the (first) module's name in the model.
+        modules: the modules that use these parameters.
+        weight: [d_out_total, ...].
+        bias: [d_out_total], or None where the layer has none, or none that is trained.
+    """
+
+    name: str
+    modules: tuple[nn.Module, ...]
+    weight: nn.Parameter
+    bias: nn.Parameter | None
+
+    @property
+    def is_convolution(self) -> bool:
+        """Whether the paper's rule for convolutions applies."""
+        return isinstance(self.modules[0], CONVOLUTIONS)
+
+    @property
+    def groups(self) -> int:
+        """G: independent blocks."""
+        module = self.modules[0]
+        return module.groups if isinstance(module, CONVOLUTIONS) else 1
+
+    @property
+    def d_out(self) -> int:
+        """Outputs per block."""
+        return self.weight.shape[0] // self.groups
+
+    @property
+    def d_in(self) -> int:
+        """Inputs per block, the bias's 1 included."""
+        return self.weight[0].numel() + (self.bias is not None)
+
+    @property
+    def parameters(self) -> tuple[nn.Parameter, ...]:
+        """Weight, and bias if there is one."""
+        return (self.weight,) if self.bias is None else (self.weight, self.bias)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the curvature: float64 for float64 parameters, float32 otherwise."""
+        return torch.promote_types(self.weight.dtype, torch.float32)
+
+    def to_matrix(self, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """Tensors shaped like weight and bias as one matrix per block, [G, d_out, d_in]."""
+        matrix = weight.reshape(self.groups, self.d_out, -1)
+        if self.bias is None:
+            return matrix.to(self.dtype)
+        column = self.bias.new_zeros(self.bias.shape) if bias is None else bias
+        column = column.reshape(self.groups, self.d_out, 1)
+        return torch.cat([matrix, column], dim=2).to(self.dtype)
+
+    def from_matrix(self, matrix: Tensor) -> tuple[Tensor, ...]:
+        """The inverse of `to_matrix`: tensors shaped like `parameters`."""
+        if self.bias is None:
+            return (matrix.reshape(self.weight.shape).to(self.weight.dtype),)
+        return (
+            matrix[:, :, :-1].reshape(self.weight.shape).to(self.weight.dtype),
+            matrix[:, :, -1].reshape(self.bias.shape).to(self.bias.dtype),
+        )
+
+    def input_rows(self, module: nn.Module, inputs: Tensor) -> Tensor:
+        """What the module received, [N, ...], as rows a [G, N, T, d_in]."""
+        inputs = inputs.to(self.dtype)
+        if isinstance(module, CONVOLUTIONS):
+            rows = patches(inputs, module)
+        else:
+            rows = inputs.reshape(1, len(inputs), -1, inputs.shape[-1])
+        if self.bias is None:
+            return rows
+        return torch.cat([rows, rows.new_ones(*rows.shape[:-1], 1)], dim=-1)
+
+    def output_rows(self, module: nn.Module, gradients: Tensor) -> Tensor:
+        """Gradients of the module's output, [K, N, ...], as rows u [K, G, N, T, d_out]."""
+        gradients = gradients.to(self.dtype)
+        columns, samples = gradients.shape[:2]
+        if isinstance(module, CONVOLUTIONS):
+            split = gradients.reshape(columns, samples, self.groups, self.d_out, -1)
+            return split.permute(0, 2, 1, 4, 3)
+        return gradients.reshape(columns, 1, samples, -1, self.d_out)
+
+
+LINEAR = (nn.Linear,)
+CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
+SUPPORTED = LINEAR + CONVOLUTIONS
+
+
+def patches(inputs: Tensor, module: nn.Conv1d | nn.Conv2d | nn.Conv3d) -> Tensor:
+    """Convolution patches [G, N, T, (C_in / G) * kernel size], laid out like `weight.reshape(d_out, -1)`."""
+    spatial = len(module.kernel_size)
+    padded = _pad(inputs, module)
+    windows = padded
+    for axis, (size, step, spread) in enumerate(
+        zip(module.kernel_size, module.stride, module.dilation, strict=True), start=2
+    ):
+        windows = windows.unfold(axis, (size - 1) * spread + 1, step)[..., ::spread]
+    # windows: [N, C, *positions, *kernel]
+    samples, channels = windows.shape[:2]
+    windows = windows.reshape(samples, module.groups, channels // module.groups, *windows.shape[2:])
+    positions = range(3, 3 + spatial)
+    kernel = range(3 + spatial, 3 + 2 * spatial)
+    windows = windows.permute(1, 0, *positions, 2, *kernel)
+    num_positions = windows.shape[2 : 2 + spatial].numel()
+    return windows.reshape(module.groups, samples, num_positions, -1)
+
+
+def _pad(inputs: Tensor, module: nn.Conv1d | nn.Conv2d | nn.Conv3d) -> Tensor:
+    """The inputs with the module's own padding around them."""
+    if module.padding == "valid":
+        return inputs
+    if module.padding == "same":
+        totals = [
+            spread * (size - 1) for size, spread in zip(module.kernel_size, module.dilation, strict=True)
+        ]
+        sides = [(total // 2, total - total // 2) for total in totals]
+    else:
+        sides = [(int(side), int(side)) for side in module.padding]
+    amounts = [amount for before_after in reversed(sides) for amount in before_after]
+    if not any(amounts):
+        return inputs
+    mode = "constant" if module.padding_mode == "zeros" else module.padding_mode
+    return F.pad(inputs, amounts, mode=mode)

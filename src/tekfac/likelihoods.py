@@ -1,0 +1,303 @@
+"""What a network's outputs mean as a distribution p(y | outputs).
+
+The Fisher is an expectation over labels drawn from the model's own prediction. In the space of the
+outputs that needs two things, neither of which runs the loss:
+
+    sample    the gradient of -log p(y~ | outputs) for labels y~ drawn from the prediction
+    columns   vectors whose outer products sum to the exact expectation of that gradient's
+
+and the number of terms that the training loss is a mean of. docs/mathematics.md, section 6.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+SampledLoss = Callable[[Tensor, torch.Generator], Tensor]
+"""(outputs, generator) -> -log p of labels drawn with that generator: one number per term."""
+
+LIKELIHOODS = ("categorical", "bernoulli", "gaussian")
+
+
+class OutputShapeError(ValueError):
+    """The model's outputs do not have a shape that the likelihood can read."""
+
+
+@dataclass(frozen=True)
+class Prediction(ABC):
+    """The predicted distribution of one batch.
+
+    Attributes:
+        counted: [N, P] of booleans: which of each sample's P terms take part in the loss.
+    """
+
+    counted: Tensor
+
+    @abstractmethod
+    def sample(self, generator: torch.Generator) -> Tensor:
+        """Gradient of -log p(y~ | outputs) for drawn labels, shaped like the outputs.
+
+        It is 0 at terms that do not count.
+        """
+
+    @abstractmethod
+    def columns(self) -> Iterator[Tensor]:
+        """Vectors like the outputs whose outer products, per sample, sum to the exact output Fisher."""
+
+
+class Likelihood(ABC):
+    """How outputs [N, ...] are read as a distribution."""
+
+    @abstractmethod
+    def check(self, outputs: Tensor) -> None:
+        """Raise OutputShapeError where outputs of this shape cannot be read."""
+
+    @abstractmethod
+    def predict(self, outputs: Tensor, gradient: Tensor) -> Prediction:
+        """Read a batch of outputs; `gradient` is that of the training loss with respect to them."""
+
+
+# -- classes -------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Categorical(Likelihood):
+    """Classes with logits at [N, C], [N, C, d1, ...] or [N, T, C].
+
+    A term whose logits get no gradient at all from the training loss has an ignored target and does not
+    count.
+
+    Attributes:
+        class_dim: the axis of the classes. None: axis 1 of a matrix; with more axes it is 1 or the
+            last, whichever the loss's gradient sums to zero along, as a cross-entropy's does.
+    """
+
+    class_dim: int | None = None
+
+    def check(self, outputs: Tensor) -> None:
+        """At least two axes, `class_dim` among them."""
+        if outputs.ndim < 2:
+            raise OutputShapeError(
+                f"The categorical likelihood got outputs of shape {list(outputs.shape)}. Expected class "
+                "logits of shape [N, C], [N, C, d1, ...] or [N, T, C]. If the logits are a part of what "
+                "the model returns, pick them with outputs=...; for other targets choose "
+                "likelihood='bernoulli', 'gaussian' or a callable."
+            )
+        if self.class_dim is not None and not -outputs.ndim <= self.class_dim < outputs.ndim:
+            raise OutputShapeError(
+                f"class_dim={self.class_dim} is not an axis of outputs of shape {list(outputs.shape)}."
+            )
+
+    def predict(self, outputs: Tensor, gradient: Tensor) -> Prediction:
+        """Probabilities with one row of classes per term."""
+        axis = self._class_axis(outputs, gradient)
+        logits = _at_least_float32(outputs).movedim(axis, -1)
+        probabilities = logits.softmax(-1).reshape(len(outputs), -1, logits.shape[-1])
+        counted = (gradient != 0).any(dim=axis).reshape(len(outputs), -1)
+        return _Classes(counted, probabilities, logits.shape, axis, outputs.dtype)
+
+    def _class_axis(self, outputs: Tensor, gradient: Tensor) -> int:
+        if self.class_dim is not None:
+            return self.class_dim % outputs.ndim
+        if outputs.ndim == 2:
+            return 1
+        size = gradient.abs().sum()
+        for axis in (1, outputs.ndim - 1):
+            if gradient.sum(axis).abs().sum() <= 1e-2 * size:
+                return axis
+        raise OutputShapeError(
+            f"Cannot tell which axis of the outputs, of shape {list(outputs.shape)}, holds the classes: "
+            "the gradient of the loss sums to zero along neither axis 1 nor the last one, as a "
+            "cross-entropy's does along its classes. Name it: likelihood=Categorical(class_dim=...)."
+        )
+
+
+@dataclass(frozen=True)
+class _Classes(Prediction):
+    probabilities: Tensor  # [N, P, C]
+    shape: torch.Size  # of the outputs, classes moved last
+    axis: int
+    dtype: torch.dtype
+
+    def sample(self, generator: torch.Generator) -> Tensor:
+        samples, terms, classes = self.probabilities.shape
+        labels = torch.multinomial(self.probabilities.reshape(-1, classes), 1, generator=generator).reshape(
+            samples, terms, 1
+        )
+        gradient = self.probabilities.scatter_add(-1, labels, -torch.ones_like(self.probabilities[..., :1]))
+        return self._like_outputs(gradient)
+
+    def columns(self) -> Iterator[Tensor]:
+        _, terms, classes = self.probabilities.shape
+        for term in range(terms):
+            for label in range(classes):
+                p = self.probabilities[:, term]
+                column = torch.zeros_like(self.probabilities)
+                column[:, term] = -p
+                column[:, term, label] += 1
+                column[:, term] *= p[:, label : label + 1].sqrt()
+                yield self._like_outputs(column)
+
+    def _like_outputs(self, gradient: Tensor) -> Tensor:
+        gradient = gradient * self.counted[..., None]
+        return gradient.reshape(self.shape).movedim(-1, self.axis).to(self.dtype)
+
+
+# -- independent outputs -------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Bernoulli(Likelihood):
+    """Independent yes/no targets; every output is a logit and a term of the loss.
+
+    An output that gets no gradient from the training loss is masked and does not count.
+    """
+
+    def check(self, outputs: Tensor) -> None:
+        """At least the axis of samples."""
+        _require_batch_axis(outputs, "bernoulli")
+
+    def predict(self, outputs: Tensor, gradient: Tensor) -> Prediction:
+        """Probabilities of yes."""
+        p = _at_least_float32(outputs).sigmoid()
+        counted = (gradient != 0).reshape(len(outputs), -1)
+        return _Independent(counted, outputs, p * (1 - p), draw=lambda g: p - torch.bernoulli(p, generator=g))
+
+
+@dataclass(frozen=True)
+class Gaussian(Likelihood):
+    """Real targets with a fixed variance; every output is a mean and a term of the loss.
+
+    Variance 1 belongs to the loss |f - y|^2 / 2 and variance 1/2 to torch's mse_loss, |f - y|^2. Every
+    output counts: a gradient of 0 here may mean a perfect prediction.
+    """
+
+    variance: float = 1.0
+
+    def __post_init__(self) -> None:
+        if not self.variance > 0:
+            raise ValueError(f"Invalid variance: {self.variance!r}. Expected a positive number.")
+
+    def check(self, outputs: Tensor) -> None:
+        """At least the axis of samples."""
+        _require_batch_axis(outputs, "gaussian")
+
+    def predict(self, outputs: Tensor, gradient: Tensor) -> Prediction:
+        """Means, all with the same variance."""
+        means = _at_least_float32(outputs)
+        counted = torch.ones(len(outputs), outputs[0].numel(), dtype=torch.bool, device=outputs.device)
+        noise = 1 / math.sqrt(self.variance)
+
+        def draw(generator: torch.Generator) -> Tensor:
+            return noise * torch.randn(
+                means.shape, generator=generator, dtype=means.dtype, device=means.device
+            )
+
+        return _Independent(counted, outputs, torch.full_like(means, 1 / self.variance), draw)
+
+
+@dataclass(frozen=True)
+class _Independent(Prediction):
+    outputs: Tensor
+    information: Tensor  # the Fisher of each output, like outputs
+    draw: Callable[[torch.Generator], Tensor]
+
+    def sample(self, generator: torch.Generator) -> Tensor:
+        return self._masked(self.draw(generator))
+
+    def columns(self) -> Iterator[Tensor]:
+        root = self.information.sqrt().reshape(len(self.outputs), -1)
+        for term in range(root.shape[1]):
+            column = torch.zeros_like(root)
+            column[:, term] = root[:, term]
+            yield self._masked(column)
+
+    def _masked(self, gradient: Tensor) -> Tensor:
+        counted = self.counted.reshape(self.outputs.shape)
+        return (gradient.reshape(self.outputs.shape) * counted).to(self.outputs.dtype)
+
+
+# -- the user's own ------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Custom(Likelihood):
+    """A likelihood given by a function that draws labels and returns their loss.
+
+    Attributes:
+        sampled_loss: (outputs, generator) -> -log p(y~ | outputs), one number per term, or one for the
+            whole batch (then every sample is one term).
+    """
+
+    sampled_loss: SampledLoss
+
+    def check(self, outputs: Tensor) -> None:
+        """At least the axis of samples."""
+        _require_batch_axis(outputs, "callable")
+
+    def predict(self, outputs: Tensor, gradient: Tensor) -> Prediction:
+        """Everything counts; the draw happens when sampled."""
+        counted = torch.ones(len(outputs), 1, dtype=torch.bool, device=outputs.device)
+        return _Drawn(counted, outputs, self.sampled_loss)
+
+
+@dataclass(frozen=True)
+class _Drawn(Prediction):
+    outputs: Tensor
+    sampled_loss: SampledLoss
+
+    def sample(self, generator: torch.Generator) -> Tensor:
+        with torch.enable_grad():
+            outputs = self.outputs.detach().requires_grad_()
+            losses = self.sampled_loss(outputs, generator)
+            if losses.ndim and losses.shape[0] != len(outputs):
+                raise OutputShapeError(
+                    f"The likelihood callable returned losses of shape {list(losses.shape)} for "
+                    f"{len(outputs)} samples. Expected a scalar, or [N, ...] with one number per term."
+                )
+            (gradient,) = torch.autograd.grad(losses.sum(), outputs)
+        return gradient
+
+    def columns(self) -> Iterator[Tensor]:
+        raise ValueError(
+            "fisher='exact' needs the columns of the output Fisher, which a likelihood callable does "
+            "not tell. Use fisher='sampled', or derive a class from tekfac.likelihoods.Likelihood."
+        )
+
+
+def as_likelihood(
+    likelihood: str | Likelihood | SampledLoss,
+) -> Likelihood:
+    """The likelihood that a setting names."""
+    if isinstance(likelihood, Likelihood):
+        return likelihood
+    named: dict[str, type[Categorical | Bernoulli | Gaussian]] = {
+        "categorical": Categorical,
+        "bernoulli": Bernoulli,
+        "gaussian": Gaussian,
+    }
+    if isinstance(likelihood, str) and likelihood in named:
+        return named[likelihood]()
+    if callable(likelihood):
+        return Custom(likelihood)
+    raise ValueError(
+        f"Unknown likelihood: {likelihood!r}. Expected one of {', '.join(LIKELIHOODS)}, a "
+        "tekfac.likelihoods.Likelihood, or a callable (outputs, generator) -> losses of drawn labels."
+    )
+
+
+def _require_batch_axis(outputs: Tensor, name: str) -> None:
+    if outputs.ndim < 1:
+        raise OutputShapeError(
+            f"The {name} likelihood got a scalar output. Expected outputs of shape [N, ...]."
+        )
+
+
+def _at_least_float32(outputs: Tensor) -> Tensor:
+    return outputs.to(torch.promote_types(outputs.dtype, torch.float32))

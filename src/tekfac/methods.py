@@ -1,0 +1,105 @@
+"""The four methods: two independent choices, and what follows from them.
+
+Read this file first. KFAC and EKFAC decompose the plain factors A, U; TKFAC and TEKFAC the
+trace-restricted ones, Phi and Psi. KFAC and TKFAC re-scale by the product of the factors' eigenvalues;
+EKFAC and TEKFAC by the second moments measured in the eigenbasis. Nothing else tells them apart, and no
+other file asks for a method's name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from tekfac.damping import (
+    BesideConvolutions,
+    BetaReading,
+    ByNetwork,
+    DampingRule,
+    Factored,
+    Tikhonov,
+    TraceBased,
+)
+from tekfac.factors import PLAIN, TRACE_RESTRICTED, FactorRule
+from tekfac.rescaling import CORRECTED, PRODUCT, RescalingRule
+
+
+@dataclass(frozen=True)
+class Method:
+    """One cell of the table.
+
+    Attributes:
+        name: as in the papers.
+        factors: plain or trace-restricted.
+        rescaling: product of eigenvalues or corrected second moments.
+        own_damping: the paper's rule for this method, from its trace floor and reading of beta.
+    """
+
+    name: str
+    factors: FactorRule
+    rescaling: RescalingRule
+    own_damping: Callable[[float, BetaReading], DampingRule]
+
+
+def _by_trace(without_convolutions: DampingRule) -> Callable[[float, BetaReading], DampingRule]:
+    """The damping of the trace-restricted methods; they differ in networks without convolutions."""
+
+    def rule(trace_floor: float, beta: BetaReading) -> DampingRule:
+        return ByNetwork(
+            convolution=TraceBased(trace_floor),
+            beside=BesideConvolutions(beta, trace_floor),
+            without=without_convolutions,
+        )
+
+    return rule
+
+
+KFAC = Method("KFAC", PLAIN, PRODUCT, own_damping=lambda floor, beta: Factored())
+EKFAC = Method("EKFAC", PLAIN, CORRECTED, own_damping=lambda floor, beta: Tikhonov())
+TKFAC = Method("TKFAC", TRACE_RESTRICTED, PRODUCT, own_damping=_by_trace(Factored(split="equal")))
+TEKFAC = Method("TEKFAC", TRACE_RESTRICTED, CORRECTED, own_damping=_by_trace(Tikhonov()))
+
+ALL = (KFAC, EKFAC, TKFAC, TEKFAC)
+
+
+def default_settings(method: Method) -> dict[str, Any]:
+    """Where the method's choices move a default."""
+    return {"sharing": "exact" if "exact" in method.factors.sharings else "expand"}
+
+
+def refused_settings(method: Method) -> dict[str, str]:
+    """Keywords that mean nothing for the method's choices, with the reason."""
+    refused: dict[str, str] = {}
+    if not method.rescaling.measured:
+        reason = f"{method.name} re-scales by {method.rescaling.name}, which is not averaged"
+        refused |= {"rescaling_decay": reason, "rescaling_every": reason}
+    if not method.factors.trace_restricted:
+        reason = f"{method.name} has {method.factors.name} factors"
+        refused |= {
+            "trace_floor": f"{reason}, whose damping has no floor (damping=TraceBased(...) has)",
+            "beta": f"{reason}, whose damping knows no beta",
+            "averaging": f"{reason}, which are not normalised",
+        }
+    return refused
+
+
+def paper_settings(method: Method) -> Mapping[str, Any]:
+    """The paper's settings, in the reading of docs/mathematics.md, section 8."""
+    settings: dict[str, Any] = {
+        "lr": 1e-3,
+        "momentum": 0.9,
+        "weight_decay": 0.0,
+        "damping": None,
+        "factor_decay": 0.95,
+        "factors_every": 50,
+        "basis_every": 50 if method.rescaling.measured else 200,
+        "fisher": "sampled",
+        "sharing": "expand",
+        "kl_clip": None,
+    }
+    if method.rescaling.measured:
+        settings |= {"rescaling_decay": 0.95, "rescaling_every": 50}
+    if method.factors.trace_restricted:
+        settings |= {"trace_floor": 1e-2, "beta": "scale_all", "averaging": "factors"}
+    return settings

@@ -1,0 +1,423 @@
+"""The optimizer: clocks, param groups, and a `step()` that reads like the paper's Algorithm 1."""
+
+from __future__ import annotations
+
+import inspect
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import fields
+from types import MappingProxyType
+from typing import Any, ClassVar, Self, Unpack, overload
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from tekfac import checkpoint
+from tekfac.capture import Capture
+from tekfac.curvature import Due, LayerCurvature, NonFiniteStatisticsError, Recipe, refreshed
+from tekfac.damping import DampingRule, Spectrum, as_rule
+from tekfac.groups import build_groups, parameters_of, take_inventory
+from tekfac.layers import SUPPORTED, Layer
+from tekfac.likelihoods import as_likelihood
+from tekfac.methods import Method, default_settings, paper_settings, refused_settings
+from tekfac.precondition import precondition
+from tekfac.rows import LayerBatch
+from tekfac.settings import Keywords, Settings, check_group, resolve
+from tekfac.update import apply_update, kl_coefficient
+
+logger = logging.getLogger("tekfac")
+
+
+class NaturalGradient(Optimizer):
+    """What the four optimizers share. A concrete class names its `method` and nothing else.
+
+    Attributes:
+        method: the row of the table in methods.py.
+        num_steps: steps taken (k in Algorithm 1); skipped ones do not count.
+        skipped_steps: steps that were not taken because of non-finite numbers.
+    """
+
+    method: ClassVar[Method]
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        cls.__signature__ = _signature(cls.method)  # type: ignore[attr-defined]
+
+    def __init__(
+        self,
+        model: nn.Module,
+        lr: float = 1e-3,
+        momentum: float = 0.9,
+        weight_decay: float = 0.0,
+        **keywords: Unpack[Keywords],
+    ) -> None:
+        name = type(self).__name__
+        if not isinstance(model, nn.Module):
+            raise TypeError(
+                f"{name} needs the model itself, to see its layers' inputs and outputs; got "
+                f"{type(model).__name__}. Write {name}(model, ...), not {name}(model.parameters(), ...)."
+            )
+        settings = resolve(
+            name,
+            keywords,
+            default_settings(self.method),
+            refused_settings(self.method),
+            self.method.factors.sharings,
+        )
+        self._settings = settings
+        self._own_damping = self.method.own_damping(settings.trace_floor, settings.beta)
+        self._recipe = Recipe(
+            factors=self.method.factors,
+            rescaling=self.method.rescaling,
+            sharing=settings.sharing,
+            factor_decay=settings.factor_decay,
+            rescaling_decay=settings.rescaling_decay,
+            averaging=settings.averaging,
+            memory_budget=settings.memory_budget,
+        )
+        self._names: dict[Tensor, str] = {p: n for n, p in model.named_parameters()}
+        self._layers = self._find_layers(model, settings)
+        self._curvature: dict[str, LayerCurvature] = {}
+        self._denominators: dict[str, Tensor] = {}
+        self._damped_by: list[DampingRule] = []
+        self._reported: set[str] = set()
+        self.num_steps = 0
+        self.skipped_steps = 0
+        groups = build_groups(
+            model,
+            self._layers.values(),
+            settings.param_groups,
+            settings.first_order_lr if settings.first_order_lr is not None else lr,
+        )
+        defaults = {
+            "lr": lr,
+            "momentum": momentum,
+            "weight_decay": weight_decay,
+            "damping": settings.damping,
+            "first_order": False,
+        }
+        super().__init__(groups, defaults)
+        self._require_whole_layers()
+        self._capture = Capture(
+            model,
+            self._layers.values(),
+            likelihood=as_likelihood(settings.likelihood),
+            fisher=settings.fisher,
+            loss_reduction=settings.loss_reduction,
+            outputs=settings.outputs,
+            seed=torch.initial_seed() if settings.seed is None else settings.seed,
+        )
+        self._capture.armed = self._due().anything
+
+    @classmethod
+    def paper(cls, model: nn.Module, **overrides: Any) -> Self:
+        """The optimizer with the paper's reading of every setting; keywords override single ones."""
+        return cls(model, **{**paper_settings(cls.method), **overrides})
+
+    # -- what is where ---------------------------------------------------------------------------------
+
+    def _find_layers(self, model: nn.Module, settings: Settings) -> dict[str, Layer]:
+        """The layers to precondition; what is left to first order is named in one log line."""
+        requested = parameters_of(model, settings.first_order, "first_order")
+        for index, group in enumerate(settings.param_groups):
+            if group.get("first_order", False):
+                requested += parameters_of(model, group["params"], f"param_groups[{index}]")
+        inventory = take_inventory(model, requested)
+        name = type(self).__name__
+        if not inventory.layers:
+            kinds = ", ".join(f"nn.{kind.__name__}" for kind in SUPPORTED)
+            why = "; ".join(f"{n}: {reason}" for n, reason in inventory.reasons.items())
+            raise ValueError(
+                f"{name} found no layer to precondition in {type(model).__name__}. It supports {kinds}"
+                f"{' (' + why + ')' if why else ''}. Use torch.optim.SGD for this model."
+            )
+        in_layers = {p for layer in inventory.layers.values() for p in layer.parameters}
+        for parameter_name, reason in inventory.reasons.items():
+            logger.warning(
+                "%s trains %r by momentum SGD on its raw gradient: %s.", name, parameter_name, reason
+            )
+        others = [n for p, n in self._names.items() if p not in in_layers]
+        logger.info(
+            "%s preconditions %d layers. By momentum SGD on the raw gradient: %s.",
+            name,
+            len(inventory.layers),
+            ", ".join(others) or "nothing",
+        )
+        return inventory.layers
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group, as for any torch optimizer. Parameters of no known layer are first-order."""
+        super().add_param_group(param_group)
+        check_group(self.param_groups[-1])
+
+    def _require_whole_layers(self) -> None:
+        """A layer's weight and bias may differ in lr, momentum and weight decay, not in damping."""
+        groups = self._group_of()
+        for layer in self._layers.values():
+            dampings = [groups[parameter]["damping"] for parameter in layer.parameters]
+            if any(damping != dampings[0] for damping in dampings):
+                raise ValueError(
+                    f"Weight and bias of layer {layer.name!r} are preconditioned together but their "
+                    f"param groups have different damping: {dampings}. Give both the same."
+                )
+
+    def _group_of(self) -> dict[Tensor, dict[str, Any]]:
+        return {p: group for group in self.param_groups for p in group["params"]}
+
+    # -- the step --------------------------------------------------------------------------------------
+
+    @overload
+    def step(self, closure: None = None) -> None: ...
+    @overload
+    def step(self, closure: Callable[[], float]) -> float: ...
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:
+        """Take one step of Algorithm 1.
+
+        Args:
+            closure: re-evaluates the model and returns the loss; called once, with gradients enabled.
+
+        Returns:
+            The closure's loss, if there is one.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        batches, problems = self._capture.batches, [*self._capture.problems, *self._non_finite(loss)]
+        due = self._due()
+        try:
+            if problems:
+                raise NonFiniteStatisticsError("; ".join(problems))
+            curvature = self._refreshed_curvature(batches, due)
+        except NonFiniteStatisticsError as error:
+            self._skip(str(error))
+            return loss
+        self._capture.clear()
+        if curvature is not None:
+            self._curvature = curvature
+            self._denominators = {}
+        self._update()
+        self.num_steps += 1
+        self._capture.armed = self._due().anything
+        return loss
+
+    def _due(self) -> Due:
+        """What Algorithm 1 refreshes at the present step."""
+        settings, k = self._settings, self.num_steps
+        return Due(
+            factors=k % settings.factors_every == 0,
+            basis=k % settings.basis_every == 0,
+            rescaling=self.method.rescaling.measured and k % settings.rescaling_every == 0,
+        )
+
+    def _refreshed_curvature(
+        self, batches: Mapping[str, list[LayerBatch]], due: Due
+    ) -> dict[str, LayerCurvature] | None:
+        """New curvature for every layer that was seen; None if nothing is due."""
+        if not (due.anything or due.basis):
+            return None
+        new = dict(self._curvature)
+        for name in self._layers:
+            old = self._curvature.get(name)
+            seen = batches.get(name, [])
+            if seen:
+                new[name] = refreshed(old, seen, due, self._recipe)
+            elif old is not None and due.basis:
+                new[name] = refreshed(old, [], Due(False, True, False), self._recipe)
+        return new
+
+    def _update(self) -> None:
+        """Precondition, clip, and move the parameters."""
+        groups = self._group_of()
+        directions = self._preconditioned_gradients()
+        clip = self._settings.kl_clip
+        if clip is not None and directions:
+            coefficient = kl_coefficient(
+                ((groups[p]["lr"], p.grad, d) for p, d in directions.items()),  # type: ignore[misc]
+                clip,
+            )
+            directions = {p: d * coefficient.to(d.dtype) for p, d in directions.items()}
+        for group in self.param_groups:
+            trained = [p for p in group["params"] if p.grad is not None]
+            apply_update(
+                trained,
+                [directions.get(p, p.grad) for p in trained],
+                [self._velocity(p) for p in trained] if group["momentum"] else [],
+                lr=group["lr"],
+                momentum=group["momentum"],
+                weight_decay=group["weight_decay"],
+            )
+
+    def _preconditioned_gradients(self) -> dict[Tensor, Tensor]:
+        """The natural gradient of every layer's parameters that have a gradient."""
+        denominators = self._current_denominators()
+        directions: dict[Tensor, Tensor] = {}
+        for name, layer in self._layers.items():
+            if layer.weight.grad is None:
+                continue
+            if name not in self._curvature:
+                self._report_unseen(name)
+                continue
+            gradient = layer.to_matrix(layer.weight.grad, None if layer.bias is None else layer.bias.grad)
+            direction = precondition(gradient, self._curvature[name].basis, denominators[name])
+            for parameter, part in zip(layer.parameters, layer.from_matrix(direction), strict=True):
+                if parameter.grad is not None:
+                    directions[parameter] = part
+        return directions
+
+    def _current_denominators(self) -> dict[str, Tensor]:
+        """S + lambda of every layer; computed anew only when curvature or damping changed."""
+        groups = self._group_of()
+        rules = [
+            as_rule(groups[layer.weight]["damping"], self._own_damping) for layer in self._layers.values()
+        ]
+        if not self._denominators or rules != self._damped_by:
+            spectra = {
+                name: Spectrum(
+                    curvature.rescaling,
+                    curvature.basis,
+                    self._layers[name].is_convolution,
+                    not self.method.rescaling.measured,
+                )
+                for name, curvature in self._curvature.items()
+            }
+            by_name = dict(zip(self._layers, rules, strict=True))
+            network = list(spectra.values())
+            self._denominators = {
+                name: by_name[name].denominators(spectrum, network) for name, spectrum in spectra.items()
+            }
+            self._damped_by = rules
+        return self._denominators
+
+    def _velocity(self, parameter: Tensor) -> Tensor:
+        state = self.state[parameter]
+        if "momentum_buffer" not in state:
+            state["momentum_buffer"] = torch.zeros_like(parameter)
+        return state["momentum_buffer"]  # type: ignore[no-any-return]
+
+    # -- what can go wrong in a step -------------------------------------------------------------------
+
+    def _non_finite(self, loss: object) -> list[str]:
+        """What is not finite in this step, in words."""
+        problems = []
+        if loss is not None and not bool(torch.isfinite(torch.as_tensor(loss)).all()):
+            problems.append(f"the loss is {float(loss)}")  # type: ignore[arg-type]
+        owners = [(p, p.grad) for group in self.param_groups for p in group["params"]]
+        gradients = [(p, grad) for p, grad in owners if grad is not None]
+        if gradients:
+            largest = torch._foreach_norm([grad for _, grad in gradients], float("inf"))
+            if not bool(torch.isfinite(torch.stack([x.float() for x in largest])).all()):
+                bad = [
+                    self._names.get(p, "a parameter")
+                    for (p, _), norm in zip(gradients, largest, strict=True)
+                    if not bool(torch.isfinite(norm))
+                ]
+                problems.append(f"the gradient of {', '.join(bad)} is not finite")
+        return problems
+
+    def _skip(self, problem: str) -> None:
+        """Leave everything as it was before this step's forward pass."""
+        self._capture.roll_back()
+        self.skipped_steps += 1
+        logger.warning(
+            "%s skipped a step after step %d (%d skipped so far): %s.",
+            type(self).__name__,
+            self.num_steps,
+            self.skipped_steps,
+            problem,
+        )
+
+    def _report_unseen(self, name: str) -> None:
+        """Say once that a layer is trained without curvature."""
+        if name in self._reported:
+            return
+        self._reported.add(name)
+        logger.warning(
+            "%s has no statistics of layer %r and trains it by momentum SGD on its raw gradient until it "
+            "has. Statistics are taken when the model itself is called (model(x)), in training mode, "
+            "with gradients enabled, and loss.backward() passes through its outputs.",
+            type(self).__name__,
+            name,
+        )
+
+    @property
+    def curvature(self) -> Mapping[str, LayerCurvature]:
+        """The Fisher block of every layer seen so far, by layer name; a view that cannot be changed."""
+        return MappingProxyType(self._curvature)
+
+    @property
+    def failed_refreshes(self) -> int:
+        """How many eigendecompositions failed for good; an older basis was kept each time."""
+        return sum(curvature.failed_refreshes for curvature in self._curvature.values())
+
+    # -- state -----------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything that a later step depends on, keyed by layer and parameter name.
+
+        Plain dicts, lists, numbers, strings and tensors: torch.load(weights_only=True) reads it.
+        """
+        return {
+            **checkpoint.named_state(super().state_dict(), self.param_groups, self._names),
+            "method": self.method.name,
+            "num_steps": self.num_steps,
+            "skipped_steps": self.skipped_steps,
+            "sampling": self._capture.sampling_state(),
+            "layers": {
+                name: checkpoint.curvature_to_plain(curvature) for name, curvature in self._curvature.items()
+            },
+        }
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Go on where the saved optimizer stopped, bit for bit.
+
+        Raises:
+            ValueError: if the state belongs to another method or another architecture; the message
+                names what differs. Nothing is changed then.
+        """
+        checkpoint.require_same_method(state_dict, self.method.name)
+        checkpoint.require_same_architecture(state_dict, self._layers, self._names, self.param_groups)
+        curvature = {
+            name: checkpoint.curvature_from_plain(plain, self._layers[name].weight.device)
+            for name, plain in state_dict["layers"].items()
+        }
+        super().load_state_dict(checkpoint.indexed_state(state_dict, self.param_groups, self._names))
+        self._curvature = curvature
+        self._denominators = {}
+        self.num_steps = state_dict["num_steps"]
+        self.skipped_steps = state_dict["skipped_steps"]
+        self._capture.load_sampling_state(state_dict["sampling"])
+        self._capture.armed = self._due().anything
+
+    def __getstate__(self) -> dict[str, Any]:
+        raise TypeError(
+            f"{type(self).__name__} watches a live model and cannot be copied or pickled. Save its "
+            "state_dict() and load that into an optimizer made for the other model."
+        )
+
+
+def _signature(method: Method) -> inspect.Signature:
+    """What help() shows: the method's own keywords and defaults."""
+    positional = [
+        inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD, default=default)
+        for name, default in (
+            ("model", inspect.Parameter.empty),
+            ("lr", 1e-3),
+            ("momentum", 0.9),
+            ("weight_decay", 0.0),
+        )
+    ]
+    moved, refused = default_settings(method), refused_settings(method)
+    keywords = [
+        inspect.Parameter(
+            field.name,
+            inspect.Parameter.KEYWORD_ONLY,
+            default=moved.get(field.name, field.default),
+        )
+        for field in fields(Settings)
+        if field.name not in refused
+    ]
+    return inspect.Signature([*positional, *keywords])

@@ -1,0 +1,45 @@
+"""The four public optimizers. What tells them apart is in methods.py."""
+
+from __future__ import annotations
+
+from typing import final
+
+from tekfac import methods
+from tekfac.natural_gradient import NaturalGradient
+
+
+@final
+class KFAC(NaturalGradient):
+    """F ~ A (x) U: plain Kronecker factors (Martens and Grosse 2015)."""
+
+    method = methods.KFAC
+
+
+@final
+class EKFAC(NaturalGradient):
+    """KFAC's eigenbasis with the second moments measured in it (George et al. 2018)."""
+
+    method = methods.EKFAC
+
+
+@final
+class TKFAC(NaturalGradient):
+    """F ~ sigma Phi (x) Psi: factors that keep the trace of F (Gao et al. 2020)."""
+
+    method = methods.TKFAC
+
+
+@final
+class TEKFAC(NaturalGradient):
+    """TKFAC's eigenbasis with the second moments measured in it (Gao et al. 2021).
+
+    A `torch.optim.Optimizer` that takes the model instead of its parameters:
+
+        optimizer = TEKFAC(model, lr=1e-3)
+
+    Linear and convolution layers are preconditioned, every other parameter is trained by momentum SGD
+    on its raw gradient. docs/settings.md explains every keyword; `TEKFAC.paper(model)` has the paper's
+    own settings.
+    """
+
+    method = methods.TEKFAC

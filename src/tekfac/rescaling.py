@@ -1,0 +1,117 @@
+"""Re-scaling: the diagonal S of the approximation in its eigenbasis, [G, d_out, d_in].
+
+    product     S = sigma lambda_out lambda_in^T                    follows from the basis (KFAC, TKFAC)
+    corrected   S = Theta, Theta_ij = E[(Q_out^T G_n Q_in)_ij^2]    measured and averaged (EKFAC, TEKFAC)
+
+Theta (paper, Eq. etkfac2) is the best diagonal there is in a given basis: it is the diagonal of Q^T F Q,
+so it minimises the Frobenius error, and its sum is the trace of F whatever the basis.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from tekfac.eigenbasis import Eigenbasis
+from tekfac.rows import LayerBatch, Rows, samples_within
+
+
+@dataclass(frozen=True)
+class RescalingRule:
+    """One of the two choices of re-scaling.
+
+    Attributes:
+        name: for messages.
+        measured: whether S is measured in the basis and averaged, or follows from the basis.
+    """
+
+    name: str
+    measured: bool
+
+
+PRODUCT = RescalingRule("the product of eigenvalues", measured=False)
+CORRECTED = RescalingRule("the corrected second moments", measured=True)
+
+
+def product_of_eigenvalues(basis: Eigenbasis) -> Tensor:
+    """sigma lambda_out lambda_in^T, [G, d_out, d_in]."""
+    scaled = basis.scale[:, None] * basis.values_out
+    return scaled[:, :, None] * basis.values_in[:, None, :]
+
+
+def second_moments(batches: Sequence[LayerBatch], basis: Eigenbasis, memory_budget: int) -> Tensor:
+    """Theta of one or more batches of the same layer, as of one large batch, [G, d_out, d_in]."""
+    total: Tensor | None = None
+    for batch in batches:
+        for rows in batch.chunks(_chunk_size(batch, memory_budget)):
+            sums = _squared_projections(rows, basis)
+            total = sums if total is None else total.add_(sums)
+    assert total is not None, "second_moments() needs at least one batch"
+    num_terms = torch.stack([batch.num_terms for batch in batches]).sum()
+    return total / num_terms.to(total.dtype)
+
+
+def rotated(theta: Tensor, old: Eigenbasis, new: Eigenbasis) -> Tensor:
+    """Theta of the old basis as seen in the new one, [G, d_out, d_in].
+
+    The diagonal, in the new basis, of the approximation held so far. Trace and positivity are kept, and
+    a mere permutation or change of signs of the eigenvectors is undone exactly.
+    """
+    turn_out = (old.vectors_out.mT @ new.vectors_out).square()
+    turn_in = (old.vectors_in.mT @ new.vectors_in).square()
+    return turn_out.mT @ theta @ turn_in
+
+
+def _squared_projections(rows: Rows, basis: Eigenbasis) -> Tensor:
+    """Sum over columns and samples of (Q_out^T G_n Q_in)^2, by the cheapest contraction."""
+    positions, d_in, d_out = rows.a.shape[2], rows.a.shape[3], rows.u.shape[4]
+    if positions == 1:
+        return squares_of_single_position(rows, basis)
+    if project_first_cost(positions, d_in, d_out) <= gradient_first_cost(positions, d_in, d_out):
+        return squares_project_first(rows, basis)
+    return squares_gradient_first(rows, basis)
+
+
+def project_first_cost(positions: int, d_in: int, d_out: int) -> int:
+    """Multiplications per sample of `squares_project_first`."""
+    return positions * (d_in**2 + d_out**2 + d_in * d_out)
+
+
+def gradient_first_cost(positions: int, d_in: int, d_out: int) -> int:
+    """Multiplications per sample of `squares_gradient_first`."""
+    return d_in * d_out * (positions + d_in + d_out)
+
+
+def squares_of_single_position(rows: Rows, basis: Eigenbasis) -> Tensor:
+    """T = 1: the squares factorise, no per-sample gradient is formed."""
+    inputs, gradients = _projected(rows, basis)
+    return torch.einsum("kgnto,gnti->goi", gradients.square(), inputs.square())
+
+
+def squares_project_first(rows: Rows, basis: Eigenbasis) -> Tensor:
+    """Project inputs and output gradients, then form the gradients in the eigenbasis."""
+    inputs, gradients = _projected(rows, basis)
+    return torch.einsum("kgnto,gnti->kgnoi", gradients, inputs).square().sum(dim=(0, 2))
+
+
+def squares_gradient_first(rows: Rows, basis: Eigenbasis) -> Tensor:
+    """Form the per-sample gradients, then project them."""
+    gradients = rows.per_sample_gradients().transpose(1, 2)  # [K, N, G, d_out, d_in]
+    return basis.project(gradients).square().sum(dim=(0, 1))
+
+
+def _projected(rows: Rows, basis: Eigenbasis) -> tuple[Tensor, Tensor]:
+    inputs = torch.einsum("gnti,gij->gntj", rows.a, basis.vectors_in)
+    gradients = torch.einsum("kgnto,gop->kgntp", rows.u, basis.vectors_out)
+    return inputs, gradients
+
+
+def _chunk_size(batch: LayerBatch, memory_budget: int) -> int:
+    """Samples per chunk such that rows and per-sample gradients, projected and not, fit the budget."""
+    columns, groups, _, positions, d_in, d_out = batch.shape
+    rows = 2 * positions * (d_in + columns * d_out)
+    gradients = 2 * columns * d_in * d_out
+    return samples_within(memory_budget, groups * (rows + gradients))

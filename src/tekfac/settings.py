@@ -1,0 +1,151 @@
+"""Every keyword of the optimizers: its type, its default, its check."""
+
+from __future__ import annotations
+
+import difflib
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, fields
+from typing import Any, TypedDict
+
+from torch import nn
+
+from tekfac.capture import FISHER_KINDS, LOSS_REDUCTIONS, FisherKind, LossReduction, OutputSelector
+from tekfac.damping import BETA_READINGS, BetaReading, DampingRule, TraceBased, as_rule
+from tekfac.likelihoods import Likelihood, SampledLoss, as_likelihood
+
+AVERAGINGS = ("moments", "factors")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """Settings of a whole optimizer; those of its param groups are lr, momentum, weight_decay, damping."""
+
+    damping: float | DampingRule | None = None
+    trace_floor: float = 1e-2
+    beta: BetaReading = "add"
+    factor_decay: float = 0.95
+    rescaling_decay: float = 0.95
+    factors_every: int = 50
+    basis_every: int = 50
+    rescaling_every: int = 50
+    fisher: FisherKind = "sampled"
+    likelihood: str | Likelihood | SampledLoss = "categorical"
+    sharing: str = "exact"
+    averaging: str = "moments"
+    kl_clip: float | None = None
+    loss_reduction: LossReduction = "mean"
+    outputs: OutputSelector | None = None
+    first_order: Iterable[str | nn.Module | nn.Parameter] = ()
+    first_order_lr: float | None = None
+    param_groups: Iterable[Mapping[str, Any]] = ()
+    memory_budget: int = 256 * 2**20
+    seed: int | None = None
+
+    def __post_init__(self) -> None:
+        check_damping(self.damping)
+        TraceBased(self.trace_floor)
+        as_likelihood(self.likelihood)
+        for name in ("factor_decay", "rescaling_decay"):
+            _require_decay(name, getattr(self, name))
+        for name in ("factors_every", "basis_every", "rescaling_every"):
+            _require_interval(name, getattr(self, name))
+        _require_choice("beta", self.beta, BETA_READINGS)
+        _require_choice("fisher", self.fisher, FISHER_KINDS)
+        _require_choice("averaging", self.averaging, AVERAGINGS)
+        _require_choice("loss_reduction", self.loss_reduction, LOSS_REDUCTIONS)
+        if self.kl_clip is not None:
+            _require_positive("kl_clip", self.kl_clip, "a positive number, or None for no clipping")
+        if self.first_order_lr is not None:
+            _require_positive("first_order_lr", self.first_order_lr, "a positive number")
+        _require_positive("memory_budget", self.memory_budget, "a positive number of bytes")
+
+
+class Keywords(TypedDict, total=False):
+    """The same names, for the type checker."""
+
+    damping: float | DampingRule | None
+    trace_floor: float
+    beta: BetaReading
+    factor_decay: float
+    rescaling_decay: float
+    factors_every: int
+    basis_every: int
+    rescaling_every: int
+    fisher: FisherKind
+    likelihood: str | Likelihood | SampledLoss
+    sharing: str
+    averaging: str
+    kl_clip: float | None
+    loss_reduction: LossReduction
+    outputs: OutputSelector | None
+    first_order: Iterable[str | nn.Module | nn.Parameter]
+    first_order_lr: float | None
+    param_groups: Iterable[Mapping[str, Any]]
+    memory_budget: int
+    seed: int | None
+
+
+def resolve(
+    owner: str,
+    keywords: Mapping[str, Any],
+    defaults: Mapping[str, Any],
+    refused: Mapping[str, str],
+    sharings: Iterable[str],
+) -> Settings:
+    """The checked settings of an optimizer called `owner`.
+
+    Raises:
+        TypeError: for a keyword that does not exist, or that the method refuses.
+        ValueError: for a value that does not fit.
+    """
+    names = [field.name for field in fields(Settings)]
+    for keyword in keywords:
+        if keyword in refused:
+            raise TypeError(f"{owner} takes no {keyword!r}: {refused[keyword]}. Leave it out.")
+        if keyword not in names:
+            near = difflib.get_close_matches(keyword, names, n=1)
+            hint = f" Did you mean {near[0]!r}?" if near else f" It takes {', '.join(names)}."
+            raise TypeError(f"{owner} got an unknown keyword {keyword!r}.{hint}")
+    settings = Settings(**{**defaults, **keywords})
+    _require_choice("sharing", settings.sharing, tuple(sharings), f" for {owner}")
+    return settings
+
+
+def check_group(group: Mapping[str, Any]) -> None:
+    """Check the values that a param group may have of its own."""
+    _require_positive("lr", group["lr"], "a positive number")
+    momentum = group["momentum"]
+    if not 0 <= momentum < 1:
+        raise ValueError(f"Invalid momentum: {momentum!r}. Expected a number in [0, 1).")
+    decay = group["weight_decay"]
+    if not 0 <= decay < math.inf:
+        raise ValueError(f"Invalid weight_decay: {decay!r}. Expected a number that is not negative.")
+    check_damping(group["damping"])
+    if not isinstance(group["first_order"], bool):
+        raise ValueError(f"Invalid first_order: {group['first_order']!r}. Expected True or False.")
+
+
+def check_damping(damping: Any) -> None:
+    """A positive number, a rule, or None."""
+    as_rule(damping, TraceBased())
+
+
+def _require_positive(name: str, value: Any, expected: str) -> None:
+    if not 0 < value < math.inf:
+        raise ValueError(f"Invalid {name}: {value!r}. Expected {expected}.")
+
+
+def _require_decay(name: str, value: Any) -> None:
+    if not 0 <= value < 1:
+        raise ValueError(f"Invalid {name}: {value!r}. Expected a number in [0, 1): the weight of the past.")
+
+
+def _require_interval(name: str, value: Any) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise ValueError(f"Invalid {name}: {value!r}. Expected a whole number of steps, at least 1.")
+
+
+def _require_choice(name: str, value: Any, choices: tuple[str, ...], where: str = "") -> None:
+    if value not in choices:
+        raise ValueError(f"Unknown {name}: {value!r}. Expected one of {', '.join(choices)}{where}.")

@@ -1,0 +1,44 @@
+"""From directions to parameters: KL clip, momentum, decoupled weight decay. Pure of curvature."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import Tensor
+
+
+def kl_coefficient(terms: Iterable[tuple[float, Tensor, Tensor]], kl_clip: float) -> Tensor:
+    """min(1, sqrt(c / sum lr^2 g.Pg)) for (lr, gradient g, preconditioned gradient Pg); a scalar.
+
+    lr^2 g.Pg is twice the change, to second order, of the predictions' Kullback-Leibler divergence that
+    a step along Pg makes; scaled by the coefficient it is at most c.
+    """
+    total = torch.stack([lr**2 * torch.sum(g * direction) for lr, g, direction in terms]).sum()
+    return (kl_clip / total.clamp_min(torch.finfo(total.dtype).tiny)).sqrt().clamp_max(1)
+
+
+def apply_update(
+    parameters: Sequence[Tensor],
+    directions: Sequence[Tensor],
+    velocities: Sequence[Tensor],
+    *,
+    lr: float,
+    momentum: float,
+    weight_decay: float,
+) -> None:
+    """v <- momentum v + direction;  w <- (1 - lr weight_decay) w - lr v, in place.
+
+    The learning rate stays outside the velocity: a change of it acts at once and does not re-scale
+    what was gathered. `velocities` may hold fresh zeros; without momentum it is not used.
+    """
+    if not parameters:
+        return
+    steps = list(directions)
+    if momentum:
+        steps = list(velocities)
+        torch._foreach_mul_(steps, momentum)
+        torch._foreach_add_(steps, list(directions))
+    if weight_decay:
+        torch._foreach_mul_(list(parameters), 1 - lr * weight_decay)
+    torch._foreach_add_(list(parameters), steps, alpha=-lr)

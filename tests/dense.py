@@ -1,0 +1,123 @@
+"""Dense matrices and small networks for the tests; the library's blocks beside the oracle's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import oracle
+from tekfac import EKFAC, KFAC, TEKFAC, TKFAC
+from tekfac.curvature import LayerCurvature
+from tekfac.natural_gradient import NaturalGradient
+
+METHODS = (KFAC, EKFAC, TKFAC, TEKFAC)
+RTOL = 1e-10
+
+
+def relative_error(actual: Tensor, expected: Tensor) -> float:
+    return float((actual - expected).abs().max() / expected.abs().max().clamp_min(1e-300))
+
+
+def assert_close(actual: Tensor | float, expected: Tensor | float, rtol: float = RTOL) -> None:
+    """Largest difference below rtol times the largest expected entry."""
+    actual, expected = torch.as_tensor(actual), torch.as_tensor(expected)
+    assert actual.shape == expected.shape, f"{list(actual.shape)} is not {list(expected.shape)}"
+    error = relative_error(actual, expected)
+    assert error < rtol, f"relative error {error:.2e}, allowed {rtol:.0e}"
+
+
+def dense_block(curvature: LayerCurvature, group: int = 0, rescaling: Tensor | None = None) -> Tensor:
+    """Q diag(S) Q^T of one block, acting on row-major vectorised gradient matrices."""
+    s = (curvature.rescaling if rescaling is None else rescaling)[group]
+    q = torch.kron(curvature.basis.vectors_out[group].contiguous(), curvature.basis.vectors_in[group].contiguous())
+    return q @ torch.diag(s.reshape(-1)) @ q.T
+
+
+def dense_factors(curvature: LayerCurvature, group: int = 0) -> tuple[Tensor, Tensor, Tensor]:
+    """Input factor, output factor and scale, put together again from the eigenbasis."""
+    basis = curvature.basis
+    q_in, q_out = basis.vectors_in[group], basis.vectors_out[group]
+    return (
+        q_in @ torch.diag(basis.values_in[group]) @ q_in.T,
+        q_out @ torch.diag(basis.values_out[group]) @ q_out.T,
+        basis.scale[group],
+    )
+
+
+def gradient_step(
+    optimizer: NaturalGradient, model: nn.Module, loss: Callable[[Tensor], Tensor], inputs: Tensor
+) -> None:
+    """Forward, backward and step, as a user writes them."""
+    optimizer.zero_grad()
+    loss(model(inputs)).backward()
+    optimizer.step()
+
+
+def measured(
+    method: type[NaturalGradient],
+    model: nn.Module,
+    inputs: Tensor,
+    loss: Callable[[Tensor], Tensor],
+    **settings: Any,
+) -> NaturalGradient:
+    """An optimizer that has taken one step; gradients of that step are still in `.grad`."""
+    optimizer = method(model, lr=1e-30, momentum=0.0, **{"damping": 1e-3, **settings})
+    gradient_step(optimizer, model, loss, inputs)
+    return optimizer
+
+
+def classification(model: nn.Module, inputs: Tensor, seed: int = 3) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
+    """Random labels [N] for a classifier, and its mean cross-entropy as a function of the logits."""
+    with torch.no_grad():
+        classes = model(inputs).shape[-1]
+    generator = torch.Generator().manual_seed(seed)
+    labels = torch.randint(classes, (len(inputs),), generator=generator)
+    return labels, lambda logits: F.cross_entropy(logits, labels)
+
+
+def sample_loss(logits: Tensor, label: Tensor) -> Tensor:
+    """Cross-entropy of a batch of one."""
+    return F.cross_entropy(logits, label)
+
+
+def oracle_block(method: type[NaturalGradient], samples: oracle.Samples, sharing: str, group: int = 0) -> Tensor:
+    """The dense block the method stands for, from the definitions."""
+    a, u = samples.a[:, group], samples.u[:, group]
+    if method is KFAC:
+        return {"expand": oracle.kfac_expand, "reduce": oracle.kfac_reduce}[sharing](a, u).dense()
+    if method is EKFAC:
+        return oracle.ekfac(a, u, sharing)  # type: ignore[arg-type]
+    if method is TKFAC:
+        return oracle.tkfac(a, u, sharing).dense()  # type: ignore[arg-type]
+    return oracle.tekfac(a, u, sharing)  # type: ignore[arg-type]
+
+
+def sharings(method: type[NaturalGradient]) -> tuple[str, ...]:
+    return tuple(method.method.factors.sharings)
+
+
+def mean_pool(x: Tensor) -> Tensor:
+    return x.flatten(2).mean(2)
+
+
+class MeanPool(nn.Module):
+    """Mean over all positions: of [N, C, ...] (channels first) or [N, ..., C] (channels last)."""
+
+    def __init__(self, channels_last: bool = False) -> None:
+        super().__init__()
+        self.channels_last = channels_last
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.flatten(1, -2).mean(1) if self.channels_last else x.flatten(2).mean(2)
+
+
+def network(layer: nn.Module, classes: int = 3, hidden: int | None = None) -> nn.Module:
+    """The layer, tanh, mean over positions, a linear head; float64, with a fixed random start."""
+    is_linear = isinstance(layer, nn.Linear)
+    width = layer.out_features if is_linear else layer.out_channels  # type: ignore[union-attr]
+    model = nn.Sequential(layer, nn.Tanh(), MeanPool(channels_last=is_linear), nn.Linear(width, classes))
+    return model.double()
