@@ -33,7 +33,9 @@ def assert_close(actual: Tensor | float, expected: Tensor | float, rtol: float =
 def dense_block(curvature: LayerCurvature, group: int = 0, rescaling: Tensor | None = None) -> Tensor:
     """Q diag(S) Q^T of one block, acting on row-major vectorised gradient matrices."""
     s = (curvature.rescaling if rescaling is None else rescaling)[group]
-    q = torch.kron(curvature.basis.vectors_out[group].contiguous(), curvature.basis.vectors_in[group].contiguous())
+    q = torch.kron(
+        curvature.basis.vectors_out[group].contiguous(), curvature.basis.vectors_in[group].contiguous()
+    )
     return q @ torch.diag(s.reshape(-1)) @ q.T
 
 
@@ -70,7 +72,9 @@ def measured(
     return optimizer
 
 
-def classification(model: nn.Module, inputs: Tensor, seed: int = 3) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
+def classification(
+    model: nn.Module, inputs: Tensor, seed: int = 3
+) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
     """Random labels [N] for a classifier, and its mean cross-entropy as a function of the logits."""
     with torch.no_grad():
         classes = model(inputs).shape[-1]
@@ -84,7 +88,9 @@ def sample_loss(logits: Tensor, label: Tensor) -> Tensor:
     return F.cross_entropy(logits, label)
 
 
-def oracle_block(method: type[NaturalGradient], samples: oracle.Samples, sharing: str, group: int = 0) -> Tensor:
+def oracle_block(
+    method: type[NaturalGradient], samples: oracle.Samples, sharing: str, group: int = 0
+) -> Tensor:
     """The dense block the method stands for, from the definitions."""
     a, u = samples.a[:, group], samples.u[:, group]
     if method is KFAC:

@@ -18,7 +18,6 @@ Two things here are worth knowing when changing them:
 from __future__ import annotations
 
 import logging
-import math
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -29,9 +28,10 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils.hooks import RemovableHandle
 
+from tekfac.calls import Call, layer_batch
 from tekfac.layers import Layer
 from tekfac.likelihoods import Likelihood, OutputShapeError, Prediction
-from tekfac.rows import BatchShape, LayerBatch, Rows
+from tekfac.rows import LayerBatch
 
 logger = logging.getLogger("tekfac")
 
@@ -42,23 +42,6 @@ LossReduction = Literal["mean", "batchmean", "sum"]
 LOSS_REDUCTIONS: tuple[LossReduction, ...] = ("mean", "batchmean", "sum")
 
 OutputSelector = Callable[[Any], Tensor]
-
-
-@dataclass
-class Call:
-    """One call of a layer's module in a forward pass.
-
-    Attributes:
-        inputs: what the module received, [L, ...], with L the leading axis of this call.
-        edge: where the gradient of the output passes; None where the output is the model's own.
-        gradients: of the output, [K, L, ...], once the backward pass has been there.
-    """
-
-    layer: Layer
-    module: nn.Module
-    inputs: Tensor
-    edge: GradientEdge | None
-    gradients: Tensor | None = None
 
 
 @dataclass
@@ -165,7 +148,7 @@ class Capture:
         if window is None or not module.training or not _records_gradients():
             return
         inputs = args[0] if args else kwargs["input"]
-        if output.requires_grad:
+        if output.requires_grad and layer.weight.requires_grad:
             window.calls.append(Call(layer, module, inputs.detach(), get_gradient_edge(output)))
 
     def _close_window(self, model: nn.Module, args: tuple[Any, ...], output: Any) -> None:
@@ -179,7 +162,7 @@ class Capture:
         for call in window.calls:
             if call.edge is not None and call.edge.node is outputs.grad_fn:
                 call.edge = None
-        capture, output_nr, values = weakref.ref(self), outputs.output_nr, outputs.detach()
+        capture, output_nr, values = weakref.ref(self), outputs.output_nr, outputs.detach().clone()
 
         def at_outputs(gradient: Tensor) -> None:
             owner = capture()
@@ -208,13 +191,13 @@ class Capture:
                 _send(outputs_edge, vector, calls)
         finally:
             self._sending = False
-        terms = torch.tensor(float(num_terms), dtype=torch.float64)
         by_layer: dict[str, list[Call]] = {}
         for call in calls:
-            if call.gradients is not None:
+            if call.gradients:
                 by_layer.setdefault(call.layer.name, []).append(call)
+        unbiased = self._fisher == "sampled"
         for name, layer_calls in by_layer.items():
-            batch = self._batch(layer_calls, len(outputs), terms, prediction.counted)
+            batch = layer_batch(layer_calls, len(outputs), num_terms, prediction.counted, unbiased)
             self.batches.setdefault(name, []).append(batch)
 
     def _num_terms(self, prediction: Prediction) -> int:
@@ -233,55 +216,6 @@ class Capture:
             yield from prediction.columns()
         else:
             yield gradient if self._loss_reduction == "sum" else gradient * num_terms
-
-    def _batch(
-        self, calls: Sequence[Call], outputs_length: int, terms: Tensor, counted: Tensor
-    ) -> LayerBatch:
-        """All calls of one layer as one batch, each sample's positions one after the other."""
-        layer = calls[0].layer
-        calls = [_samples_first(call, outputs_length) for call in calls]
-        lengths = [len(call.inputs) for call in calls]
-        samples = outputs_length
-        if any(length % outputs_length for length in lengths):
-            samples = math.gcd(*lengths)
-            if self._fisher != "sampled":
-                raise OutputShapeError(
-                    f"Layer {layer.name!r} received inputs with a first axis of {lengths}, which is not "
-                    f"a multiple of the {outputs_length} samples of the model's outputs, so its rows "
-                    f"cannot be told apart by sample. With fisher={self._fisher!r} keep the samples as "
-                    "first axis throughout, leave the layer to first order "
-                    f"(first_order=[{layer.name!r}]), or use fisher='sampled'."
-                )
-        ignored = None if bool(counted.all()) else ~counted
-
-        def slice_rows(start: int, stop: int) -> Rows:
-            parts = [_rows(call, samples, start, stop, ignored) for call in calls]
-            if len(parts) == 1:
-                return parts[0]
-            masks = [part.counted for part in parts]
-            joined = None
-            if any(mask is not None for mask in masks):
-                joined = torch.cat(
-                    [
-                        part.a.new_ones(part.a.shape[1:3], dtype=torch.bool) if mask is None else mask
-                        for part, mask in zip(parts, masks, strict=True)
-                    ],
-                    dim=1,
-                )
-            return Rows(
-                torch.cat([part.a for part in parts], dim=2),
-                torch.cat([part.u for part in parts], dim=3),
-                joined,
-            )
-
-        positions = sum(
-            call.gradients[0].numel() // (layer.weight.shape[0] * samples)
-            for call in calls
-            if call.gradients is not None
-        )
-        assert calls[0].gradients is not None
-        shape = BatchShape(len(calls[0].gradients), layer.groups, samples, positions, layer.d_in, layer.d_out)
-        return LayerBatch(shape, terms.to(calls[0].inputs.device), slice_rows)
 
 
 def find_outputs(returned: Any) -> Tensor:
@@ -323,39 +257,7 @@ def _send(outputs_edge: GradientEdge, vector: Tensor, calls: Sequence[Call]) -> 
     arrived = torch.autograd.grad([outputs_edge], edges, [vector], retain_graph=True, allow_unused=True)
     for call, gradient in zip(calls, arrived, strict=True):
         if gradient is not None:
-            column = gradient.detach()[None]
-            call.gradients = column if call.gradients is None else torch.cat([call.gradients, column])
-
-
-def _samples_first(call: Call, num_samples: int) -> Call:
-    """The call with the samples as axis 0, for linear layers inside sequence-first models."""
-    inputs, gradients = call.inputs, call.gradients
-    assert gradients is not None
-    if call.layer.is_convolution:
-        spatial = call.layer.weight.ndim - 2
-        if inputs.ndim == spatial + 1:  # an unbatched image
-            return Call(call.layer, call.module, inputs[None], None, gradients[:, None])
-        return call
-    if inputs.ndim == 1:
-        return Call(call.layer, call.module, inputs[None], None, gradients[:, None])
-    if inputs.ndim > 2 and inputs.shape[0] != num_samples and inputs.shape[1] == num_samples:
-        return Call(call.layer, call.module, inputs.transpose(0, 1), None, gradients.transpose(1, 2))
-    return call
-
-
-def _rows(call: Call, samples: int, start: int, stop: int, ignored: Tensor | None) -> Rows:
-    """Rows of some samples of one call; a leading axis of k * samples is k positions per sample."""
-    assert call.gradients is not None
-    fold = len(call.inputs) // samples
-    part = slice(start * fold, stop * fold)
-    a = call.layer.input_rows(call.module, call.inputs[part])
-    u = call.layer.output_rows(call.module, call.gradients[:, part])
-    a = a.reshape(a.shape[0], stop - start, -1, a.shape[-1])
-    u = u.reshape(*u.shape[:2], stop - start, -1, u.shape[-1])
-    counted = None
-    if ignored is not None and ignored.shape == (samples, a.shape[2]):
-        counted = ~ignored[start:stop] | (u != 0).any(dim=-1).any(dim=0).any(dim=0)
-    return Rows(a, u, counted)
+            call.gradients.append(gradient.detach())
 
 
 class _Hook:

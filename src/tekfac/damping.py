@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
+from numbers import Real
 from typing import Any, ClassVar, Literal, NamedTuple, Protocol, runtime_checkable
 
 import torch
@@ -232,7 +233,7 @@ def as_rule(damping: float | DampingRule | None, own_rule: DampingRule) -> Dampi
     """What a `damping` setting means: None is the method's own rule, a number is S + lambda I."""
     if damping is None:
         return own_rule
-    if isinstance(damping, int | float) and not isinstance(damping, bool):
+    if isinstance(damping, Real) and not isinstance(damping, bool):
         return Tikhonov(float(damping))
     if isinstance(damping, DampingRule):
         return damping
@@ -244,7 +245,7 @@ def as_rule(damping: float | DampingRule | None, own_rule: DampingRule) -> Dampi
 
 def to_plain(damping: float | DampingRule | None) -> Any:
     """A damping setting as numbers, strings and dicts."""
-    if damping is None or isinstance(damping, int | float):
+    if damping is None or isinstance(damping, Real):
         return damping
     name = type(damping).__name__
     if _Named.registry.get(name) is not type(damping):
@@ -270,5 +271,5 @@ def _nested_to_plain(value: Any) -> Any:
 
 
 def _require_positive(name: str, value: float) -> None:
-    if not value > 0 or value == float("inf"):
+    if not isinstance(value, Real) or not 0 < value < float("inf"):
         raise ValueError(f"Invalid {name}: {value!r}. Expected a positive, finite number.")

@@ -91,7 +91,7 @@ class FactorRule:
                 sums = self.sharings[sharing](rows)
                 total = sums if total is None else _add(total, sums)
         assert total is not None, "measure() needs at least one batch"
-        num_terms = torch.stack([batch.num_terms for batch in batches]).sum().to(total.output.dtype)
+        num_terms = sum(batch.num_terms for batch in batches)
         output_moment = total.output / num_terms
         if self.trace_restricted:
             input_moment = total.input / num_terms
@@ -169,8 +169,8 @@ def plain_reduce(rows: Rows) -> MomentSums:
 
 def restricted_exact(rows: Rows) -> MomentSums:
     """Partial traces of the exact block: sums of G^T G and G G^T, by the cheaper of two contractions."""
-    groups_n_t_din, d_out = rows.a.shape, rows.u.shape[-1]
-    positions, d_in, columns = groups_n_t_din[2], groups_n_t_din[3], rows.u.shape[0]
+    positions, d_in = rows.a.shape[2:]
+    columns, d_out = rows.u.shape[0], rows.u.shape[-1]
     if gram_cost(positions, d_in, d_out, columns) <= gradient_cost(positions, d_in, d_out, columns):
         return exact_by_grams(rows)
     return exact_by_gradients(rows)

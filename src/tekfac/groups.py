@@ -145,28 +145,33 @@ def parameters_of(
     return list(found)
 
 
-def build_groups(
-    model: nn.Module,
-    layers: Iterable[Layer],
-    user_groups: Iterable[Mapping[str, Any]],
-    first_order_lr: float,
-) -> list[dict[str, Any]]:
-    """The user's groups as given, then one for the remaining layers and one for what else remains."""
-    groups: list[dict[str, Any]] = []
-    taken: set[nn.Parameter] = set()
-    for index, user_group in enumerate(user_groups):
+def resolved_groups(model: nn.Module, user_groups: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """The user's groups, with lists of parameters for whatever stands for them.
+
+    Raises:
+        ValueError: for a group without 'params'.
+    """
+    groups = []
+    for index, group in enumerate(user_groups):
         what = f"param_groups[{index}]"
-        if "params" not in user_group:
-            raise ValueError(f"{what} has no 'params'. Got {sorted(user_group)}.")
-        members = parameters_of(model, user_group["params"], what)
-        groups.append({**user_group, "params": members})
-        taken.update(members)
+        if "params" not in group:
+            raise ValueError(f"{what} has no 'params'. It has {sorted(group)}.")
+        groups.append({**group, "params": parameters_of(model, group["params"], what)})
+    return groups
+
+
+def completed_groups(
+    model: nn.Module, layers: Iterable[Layer], groups: list[dict[str, Any]], first_order_lr: float
+) -> list[dict[str, Any]]:
+    """The given groups, then one for the remaining layers and one for whatever else remains."""
+    taken = {parameter for group in groups for parameter in group["params"]}
     in_layers = {parameter for layer in layers for parameter in layer.parameters}
     rest = [parameter for parameter in model.parameters() if parameter not in taken]
     preconditioned = [parameter for parameter in rest if parameter in in_layers]
     others = [parameter for parameter in rest if parameter not in in_layers]
+    completed = list(groups)
     if preconditioned:
-        groups.append({"params": preconditioned})
+        completed.append({"params": preconditioned})
     if others:
-        groups.append({"params": others, "lr": first_order_lr, "first_order": True})
-    return groups
+        completed.append({"params": others, "lr": first_order_lr, "first_order": True})
+    return completed

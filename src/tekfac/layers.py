@@ -52,6 +52,11 @@ class Layer:
         return self.weight[0].numel() + (self.bias is not None)
 
     @property
+    def unbatched_ndim(self) -> int:
+        """The number of axes of a single, unbatched input."""
+        return self.weight.ndim - 1
+
+    @property
     def parameters(self) -> tuple[nn.Parameter, ...]:
         """Weight, and bias if there is one."""
         return (self.weight,) if self.bias is None else (self.weight, self.bias)

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import inspect
 import logging
 from collections.abc import Callable, Mapping
-from dataclasses import fields
 from types import MappingProxyType
 from typing import Any, ClassVar, Self, Unpack, overload
 
@@ -15,15 +13,14 @@ from torch.optim import Optimizer
 
 from tekfac import checkpoint
 from tekfac.capture import Capture
-from tekfac.curvature import Due, LayerCurvature, NonFiniteStatisticsError, Recipe, refreshed
-from tekfac.damping import DampingRule, Spectrum, as_rule
-from tekfac.groups import build_groups, parameters_of, take_inventory
+from tekfac.curvature import Due, LayerCurvature, NonFiniteStatisticsError, Recipe
+from tekfac.damping import as_rule
+from tekfac.groups import completed_groups, parameters_of, resolved_groups, take_inventory
 from tekfac.layers import SUPPORTED, Layer
 from tekfac.likelihoods import as_likelihood
 from tekfac.methods import Method, default_settings, paper_settings, refused_settings
-from tekfac.precondition import precondition
-from tekfac.rows import LayerBatch
-from tekfac.settings import Keywords, Settings, check_group, resolve
+from tekfac.network import NetworkCurvature
+from tekfac.settings import Keywords, check_group, resolve, signature
 from tekfac.update import apply_update, kl_coefficient
 
 logger = logging.getLogger("tekfac")
@@ -42,7 +39,7 @@ class NaturalGradient(Optimizer):
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
-        cls.__signature__ = _signature(cls.method)  # type: ignore[attr-defined]
+        cls.__signature__ = signature(default_settings(cls.method), refused_settings(cls.method))  # type: ignore[attr-defined]
 
     def __init__(
         self,
@@ -67,7 +64,7 @@ class NaturalGradient(Optimizer):
         )
         self._settings = settings
         self._own_damping = self.method.own_damping(settings.trace_floor, settings.beta)
-        self._recipe = Recipe(
+        recipe = Recipe(
             factors=self.method.factors,
             rescaling=self.method.rescaling,
             sharing=settings.sharing,
@@ -77,19 +74,16 @@ class NaturalGradient(Optimizer):
             memory_budget=settings.memory_budget,
         )
         self._names: dict[Tensor, str] = {p: n for n, p in model.named_parameters()}
-        self._layers = self._find_layers(model, settings)
-        self._curvature: dict[str, LayerCurvature] = {}
-        self._denominators: dict[str, Tensor] = {}
-        self._damped_by: list[DampingRule] = []
+        groups = resolved_groups(model, settings.param_groups)
+        requested = parameters_of(model, settings.first_order, "first_order")
+        requested += [p for group in groups if group.get("first_order", False) for p in group["params"]]
+        self._layers = self._find_layers(model, requested)
+        self._network = NetworkCurvature(self._layers, recipe)
         self._reported: set[str] = set()
         self.num_steps = 0
         self.skipped_steps = 0
-        groups = build_groups(
-            model,
-            self._layers.values(),
-            settings.param_groups,
-            settings.first_order_lr if settings.first_order_lr is not None else lr,
-        )
+        first_order_lr = lr if settings.first_order_lr is None else settings.first_order_lr
+        groups = completed_groups(model, self._layers.values(), groups, first_order_lr)
         defaults = {
             "lr": lr,
             "momentum": momentum,
@@ -108,7 +102,7 @@ class NaturalGradient(Optimizer):
             outputs=settings.outputs,
             seed=torch.initial_seed() if settings.seed is None else settings.seed,
         )
-        self._capture.armed = self._due().anything
+        self._arm()
 
     @classmethod
     def paper(cls, model: nn.Module, **overrides: Any) -> Self:
@@ -117,12 +111,8 @@ class NaturalGradient(Optimizer):
 
     # -- what is where ---------------------------------------------------------------------------------
 
-    def _find_layers(self, model: nn.Module, settings: Settings) -> dict[str, Layer]:
+    def _find_layers(self, model: nn.Module, requested: list[nn.Parameter]) -> dict[str, Layer]:
         """The layers to precondition; what is left to first order is named in one log line."""
-        requested = parameters_of(model, settings.first_order, "first_order")
-        for index, group in enumerate(settings.param_groups):
-            if group.get("first_order", False):
-                requested += parameters_of(model, group["params"], f"param_groups[{index}]")
         inventory = take_inventory(model, requested)
         name = type(self).__name__
         if not inventory.layers:
@@ -191,18 +181,21 @@ class NaturalGradient(Optimizer):
         try:
             if problems:
                 raise NonFiniteStatisticsError("; ".join(problems))
-            curvature = self._refreshed_curvature(batches, due)
+            blocks = self._network.refreshed(batches, due)
         except NonFiniteStatisticsError as error:
             self._skip(str(error))
             return loss
         self._capture.clear()
-        if curvature is not None:
-            self._curvature = curvature
-            self._denominators = {}
+        if due.basis or batches:
+            self._network.blocks = blocks
         self._update()
         self.num_steps += 1
-        self._capture.armed = self._due().anything
+        self._arm()
         return loss
+
+    def _arm(self) -> None:
+        """Watch the next forward pass if its step measures, or if nothing has been seen yet at all."""
+        self._capture.armed = self._due().anything or not self._network.blocks
 
     def _due(self) -> Due:
         """What Algorithm 1 refreshes at the present step."""
@@ -213,26 +206,15 @@ class NaturalGradient(Optimizer):
             rescaling=self.method.rescaling.measured and k % settings.rescaling_every == 0,
         )
 
-    def _refreshed_curvature(
-        self, batches: Mapping[str, list[LayerBatch]], due: Due
-    ) -> dict[str, LayerCurvature] | None:
-        """New curvature for every layer that was seen; None if nothing is due."""
-        if not (due.anything or due.basis):
-            return None
-        new = dict(self._curvature)
-        for name in self._layers:
-            old = self._curvature.get(name)
-            seen = batches.get(name, [])
-            if seen:
-                new[name] = refreshed(old, seen, due, self._recipe)
-            elif old is not None and due.basis:
-                new[name] = refreshed(old, [], Due(False, True, False), self._recipe)
-        return new
-
     def _update(self) -> None:
         """Precondition, clip, and move the parameters."""
         groups = self._group_of()
-        directions = self._preconditioned_gradients()
+        rules = {
+            name: as_rule(groups[layer.weight]["damping"], self._own_damping)
+            for name, layer in self._layers.items()
+        }
+        directions = self._network.natural_gradients(rules)
+        self._report_unseen()
         clip = self._settings.kl_clip
         if clip is not None and directions:
             coefficient = kl_coefficient(
@@ -250,47 +232,6 @@ class NaturalGradient(Optimizer):
                 momentum=group["momentum"],
                 weight_decay=group["weight_decay"],
             )
-
-    def _preconditioned_gradients(self) -> dict[Tensor, Tensor]:
-        """The natural gradient of every layer's parameters that have a gradient."""
-        denominators = self._current_denominators()
-        directions: dict[Tensor, Tensor] = {}
-        for name, layer in self._layers.items():
-            if layer.weight.grad is None:
-                continue
-            if name not in self._curvature:
-                self._report_unseen(name)
-                continue
-            gradient = layer.to_matrix(layer.weight.grad, None if layer.bias is None else layer.bias.grad)
-            direction = precondition(gradient, self._curvature[name].basis, denominators[name])
-            for parameter, part in zip(layer.parameters, layer.from_matrix(direction), strict=True):
-                if parameter.grad is not None:
-                    directions[parameter] = part
-        return directions
-
-    def _current_denominators(self) -> dict[str, Tensor]:
-        """S + lambda of every layer; computed anew only when curvature or damping changed."""
-        groups = self._group_of()
-        rules = [
-            as_rule(groups[layer.weight]["damping"], self._own_damping) for layer in self._layers.values()
-        ]
-        if not self._denominators or rules != self._damped_by:
-            spectra = {
-                name: Spectrum(
-                    curvature.rescaling,
-                    curvature.basis,
-                    self._layers[name].is_convolution,
-                    not self.method.rescaling.measured,
-                )
-                for name, curvature in self._curvature.items()
-            }
-            by_name = dict(zip(self._layers, rules, strict=True))
-            network = list(spectra.values())
-            self._denominators = {
-                name: by_name[name].denominators(spectrum, network) for name, spectrum in spectra.items()
-            }
-            self._damped_by = rules
-        return self._denominators
 
     def _velocity(self, parameter: Tensor) -> Tensor:
         state = self.state[parameter]
@@ -330,28 +271,29 @@ class NaturalGradient(Optimizer):
             problem,
         )
 
-    def _report_unseen(self, name: str) -> None:
-        """Say once that a layer is trained without curvature."""
-        if name in self._reported:
-            return
-        self._reported.add(name)
-        logger.warning(
-            "%s has no statistics of layer %r and trains it by momentum SGD on its raw gradient until it "
-            "has. Statistics are taken when the model itself is called (model(x)), in training mode, "
-            "with gradients enabled, and loss.backward() passes through its outputs.",
-            type(self).__name__,
-            name,
-        )
+    def _report_unseen(self) -> None:
+        """Say once of each layer that is trained without curvature."""
+        for name, layer in self._layers.items():
+            if name in self._network.blocks or name in self._reported or layer.weight.grad is None:
+                continue
+            self._reported.add(name)
+            logger.warning(
+                "%s has no statistics of layer %r and trains it by momentum SGD on its raw gradient until it "
+                "has. Statistics are taken when the model itself is called (model(x)), in training mode, "
+                "with gradients enabled, and loss.backward() passes through its outputs.",
+                type(self).__name__,
+                name,
+            )
 
     @property
     def curvature(self) -> Mapping[str, LayerCurvature]:
         """The Fisher block of every layer seen so far, by layer name; a view that cannot be changed."""
-        return MappingProxyType(self._curvature)
+        return MappingProxyType(self._network.blocks)
 
     @property
     def failed_refreshes(self) -> int:
         """How many eigendecompositions failed for good; an older basis was kept each time."""
-        return sum(curvature.failed_refreshes for curvature in self._curvature.values())
+        return sum(curvature.failed_refreshes for curvature in self._network.blocks.values())
 
     # -- state -----------------------------------------------------------------------------------------
 
@@ -367,7 +309,8 @@ class NaturalGradient(Optimizer):
             "skipped_steps": self.skipped_steps,
             "sampling": self._capture.sampling_state(),
             "layers": {
-                name: checkpoint.curvature_to_plain(curvature) for name, curvature in self._curvature.items()
+                name: checkpoint.curvature_to_plain(curvature)
+                for name, curvature in self._network.blocks.items()
             },
         }
 
@@ -380,44 +323,19 @@ class NaturalGradient(Optimizer):
         """
         checkpoint.require_same_method(state_dict, self.method.name)
         checkpoint.require_same_architecture(state_dict, self._layers, self._names, self.param_groups)
-        curvature = {
+        blocks = {
             name: checkpoint.curvature_from_plain(plain, self._layers[name].weight.device)
             for name, plain in state_dict["layers"].items()
         }
         super().load_state_dict(checkpoint.indexed_state(state_dict, self.param_groups, self._names))
-        self._curvature = curvature
-        self._denominators = {}
+        self._network.blocks = blocks
         self.num_steps = state_dict["num_steps"]
         self.skipped_steps = state_dict["skipped_steps"]
         self._capture.load_sampling_state(state_dict["sampling"])
-        self._capture.armed = self._due().anything
+        self._arm()
 
     def __getstate__(self) -> dict[str, Any]:
         raise TypeError(
             f"{type(self).__name__} watches a live model and cannot be copied or pickled. Save its "
             "state_dict() and load that into an optimizer made for the other model."
         )
-
-
-def _signature(method: Method) -> inspect.Signature:
-    """What help() shows: the method's own keywords and defaults."""
-    positional = [
-        inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD, default=default)
-        for name, default in (
-            ("model", inspect.Parameter.empty),
-            ("lr", 1e-3),
-            ("momentum", 0.9),
-            ("weight_decay", 0.0),
-        )
-    ]
-    moved, refused = default_settings(method), refused_settings(method)
-    keywords = [
-        inspect.Parameter(
-            field.name,
-            inspect.Parameter.KEYWORD_ONLY,
-            default=moved.get(field.name, field.default),
-        )
-        for field in fields(Settings)
-        if field.name not in refused
-    ]
-    return inspect.Signature([*positional, *keywords])

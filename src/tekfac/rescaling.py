@@ -50,8 +50,7 @@ def second_moments(batches: Sequence[LayerBatch], basis: Eigenbasis, memory_budg
             sums = _squared_projections(rows, basis)
             total = sums if total is None else total.add_(sums)
     assert total is not None, "second_moments() needs at least one batch"
-    num_terms = torch.stack([batch.num_terms for batch in batches]).sum()
-    return total / num_terms.to(total.dtype)
+    return total / sum(batch.num_terms for batch in batches)
 
 
 def rotated(theta: Tensor, old: Eigenbasis, new: Eigenbasis) -> Tensor:

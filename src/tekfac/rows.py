@@ -57,12 +57,12 @@ class LayerBatch:
 
     Attributes:
         shape: K, G, N, T, d_in and d_out of the whole batch.
-        num_terms: the number of loss terms M that the Fisher is divided by; a scalar tensor.
+        num_terms: the number of loss terms M that the Fisher is divided by.
         slice_rows: gives the rows of samples start..stop-1.
     """
 
     shape: BatchShape
-    num_terms: Tensor
+    num_terms: int
     slice_rows: Callable[[int, int], Rows]
 
     def chunks(self, samples_per_chunk: int) -> Iterator[Rows]:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import difflib
+import inspect
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
+from numbers import Integral, Real
 from typing import Any, TypedDict
 
-from torch import nn
+from torch import Tensor, nn
 
 from tekfac.capture import FISHER_KINDS, LOSS_REDUCTIONS, FisherKind, LossReduction, OutputSelector
 from tekfac.damping import BETA_READINGS, BetaReading, DampingRule, TraceBased, as_rule
@@ -112,14 +114,37 @@ def resolve(
     return settings
 
 
+def signature(defaults: Mapping[str, Any], refused: Mapping[str, str]) -> inspect.Signature:
+    """What help() shows of an optimizer with these defaults that refuses these keywords."""
+    positional = [
+        inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD, default=default)
+        for name, default in (
+            ("model", inspect.Parameter.empty),
+            ("lr", 1e-3),
+            ("momentum", 0.9),
+            ("weight_decay", 0.0),
+        )
+    ]
+    keywords = [
+        inspect.Parameter(
+            field.name,
+            inspect.Parameter.KEYWORD_ONLY,
+            default=defaults.get(field.name, field.default),
+        )
+        for field in fields(Settings)
+        if field.name not in refused
+    ]
+    return inspect.Signature([*positional, *keywords])
+
+
 def check_group(group: Mapping[str, Any]) -> None:
     """Check the values that a param group may have of its own."""
     _require_positive("lr", group["lr"], "a positive number")
     momentum = group["momentum"]
-    if not 0 <= momentum < 1:
+    if not _is_number(momentum) or not 0 <= momentum < 1:
         raise ValueError(f"Invalid momentum: {momentum!r}. Expected a number in [0, 1).")
     decay = group["weight_decay"]
-    if not 0 <= decay < math.inf:
+    if not _is_number(decay) or not 0 <= decay < math.inf:
         raise ValueError(f"Invalid weight_decay: {decay!r}. Expected a number that is not negative.")
     check_damping(group["damping"])
     if not isinstance(group["first_order"], bool):
@@ -131,18 +156,22 @@ def check_damping(damping: Any) -> None:
     as_rule(damping, TraceBased())
 
 
+def _is_number(value: Any) -> bool:
+    return isinstance(value, Real | Tensor) and not isinstance(value, bool)
+
+
 def _require_positive(name: str, value: Any, expected: str) -> None:
-    if not 0 < value < math.inf:
+    if not _is_number(value) or not 0 < value < math.inf:
         raise ValueError(f"Invalid {name}: {value!r}. Expected {expected}.")
 
 
 def _require_decay(name: str, value: Any) -> None:
-    if not 0 <= value < 1:
+    if not _is_number(value) or not 0 <= value < 1:
         raise ValueError(f"Invalid {name}: {value!r}. Expected a number in [0, 1): the weight of the past.")
 
 
 def _require_interval(name: str, value: Any) -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+    if not isinstance(value, Integral) or isinstance(value, bool) or value < 1:
         raise ValueError(f"Invalid {name}: {value!r}. Expected a whole number of steps, at least 1.")
 
 

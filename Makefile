@@ -1,0 +1,51 @@
+# Every target makes the environment it needs. `make help` lists them.
+PYTHON ?= python3
+VENV := .venv
+REFEREES := .venv-referees
+BIN := $(VENV)/bin
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test test-slow lint format referees clean
+
+help:  ## This list
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
+
+demo: $(VENV)/ready  ## Train on digits with six optimizers, three seeds, and print the table (about 2 minutes)
+	$(BIN)/python examples/digits.py
+
+test: $(VENV)/ready  ## The tests
+	$(BIN)/python -m pytest -n 2 tests
+
+test-slow: $(VENV)/ready  ## The tests that take minutes
+	$(BIN)/python -m pytest -m slow tests
+
+lint: $(VENV)/ready  ## Style and types
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: $(VENV)/ready  ## Put the code into the style that `make lint` asks for
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+referees: $(REFEREES)/ready  ## Compare our blocks with curvlinops and kfac-jax, in an environment of their own
+	OMP_NUM_THREADS=1 $(REFEREES)/bin/python -m pytest -q -c referees/pytest.ini referees
+
+clean:  ## Remove the environments and caches
+	rm -rf $(VENV) $(REFEREES) build .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -prune -exec rm -rf {} +
+
+# torch is pinned by constraints.txt: a newer one would bring several GB of CUDA packages.
+$(VENV)/ready: pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; v = sys.version_info[:2]; sys.exit(v < (3, 11) and f"tekfac needs Python 3.11 or newer; {sys.executable} is {v[0]}.{v[1]}. Set PYTHON=/path/to/python3.11")'
+	$(PYTHON) -m venv --clear $(VENV)
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[demo,test,lint]'
+	@touch $@
+
+# Every version is pinned and --no-deps is meant: two of the packages ask for a torchvision that they do
+# not need and that does not import beside a CPU build of torch.
+$(REFEREES)/ready: referees/requirements.txt pyproject.toml
+	$(PYTHON) -m venv --clear $(REFEREES)
+	$(REFEREES)/bin/python -m pip install --quiet --no-deps -r referees/requirements.txt
+	$(REFEREES)/bin/python -m pip install --quiet --no-deps -e .
+	@touch $@

@@ -1,0 +1,120 @@
+"""Calls of a layer, as they were noted in a forward pass, turned into one batch of rows.
+
+A layer may be called more than once in a forward pass (a module used twice, modules that share their
+parameters). Its gradient is the sum over the calls, so the calls are simply further positions.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge
+
+from tekfac.layers import Layer
+from tekfac.likelihoods import OutputShapeError
+from tekfac.rows import BatchShape, LayerBatch, Rows
+
+
+@dataclass
+class Call:
+    """One call of a layer's module in a forward pass.
+
+    Attributes:
+        layer: whose call it is.
+        module: which of the layer's modules.
+        inputs: what the module received, [L, ...].
+        edge: where the gradient of the output passes; None where the output is the model's own.
+        gradients: of the output, [L, ...] each, one for every back-propagated vector.
+    """
+
+    layer: Layer
+    module: nn.Module
+    inputs: Tensor
+    edge: GradientEdge | None
+    gradients: list[Tensor] = field(default_factory=list)
+
+
+def layer_batch(
+    calls: Sequence[Call], num_outputs: int, num_terms: int, counted: Tensor, any_grouping: bool
+) -> LayerBatch:
+    """All calls of one layer as one batch, each sample's positions one after the other.
+
+    Args:
+        calls: of the same layer, in the same forward pass.
+        num_outputs: the number of samples in the model's outputs.
+        num_terms: the number of loss terms M.
+        counted: [num_outputs, P], which of each sample's terms take part in the loss.
+        any_grouping: whether rows may be put together to samples in any way. With sampled labels they
+            may: gradients of different terms are independent and have mean zero, so that only the noise
+            of the estimate depends on the grouping.
+
+    Raises:
+        OutputShapeError: if rows cannot be told apart by sample but have to be.
+    """
+    layer = calls[0].layer
+    calls = [_samples_first(call, num_outputs) for call in calls]
+    lengths = [len(call.inputs) for call in calls]
+    samples = num_outputs
+    if any(length % num_outputs for length in lengths):
+        samples = math.gcd(*lengths)
+        if not any_grouping:
+            raise OutputShapeError(
+                f"Layer {layer.name!r} received inputs with a first axis of {lengths}, not a multiple "
+                f"of the {num_outputs} samples in the model's outputs, so its rows cannot be told apart by "
+                "sample. Keep the samples as first axis throughout, leave the layer to first order "
+                f"(first_order=[{layer.name!r}]), or use fisher='sampled'."
+            )
+    ignored = None if bool(counted.all()) else ~counted
+
+    def slice_rows(start: int, stop: int) -> Rows:
+        return _joined([_rows(call, samples, start, stop, ignored) for call in calls])
+
+    positions = sum(call.gradients[0].numel() for call in calls) // (layer.weight.shape[0] * samples)
+    columns = len(calls[0].gradients)
+    shape = BatchShape(columns, layer.groups, samples, positions, layer.d_in, layer.d_out)
+    return LayerBatch(shape, num_terms, slice_rows)
+
+
+def _samples_first(call: Call, num_samples: int) -> Call:
+    """The call with the samples as axis 0: of unbatched inputs, and in sequence-first models."""
+    inputs = call.inputs
+    if inputs.ndim == call.layer.unbatched_ndim:
+        return replace(call, inputs=inputs[None], gradients=[g[None] for g in call.gradients])
+    sequence_first = inputs.shape[0] != num_samples and inputs.shape[1] == num_samples
+    if sequence_first and not call.layer.is_convolution and inputs.ndim > 2:
+        return replace(
+            call, inputs=inputs.transpose(0, 1), gradients=[g.transpose(0, 1) for g in call.gradients]
+        )
+    return call
+
+
+def _rows(call: Call, samples: int, start: int, stop: int, ignored: Tensor | None) -> Rows:
+    """Rows of some samples of one call; a first axis of k * samples holds k positions per sample."""
+    fold = len(call.inputs) // samples
+    part = slice(start * fold, stop * fold)
+    a = call.layer.input_rows(call.module, call.inputs[part])
+    u = call.layer.output_rows(call.module, torch.stack([g[part] for g in call.gradients]))
+    a = a.reshape(a.shape[0], stop - start, -1, a.shape[-1])
+    u = u.reshape(*u.shape[:2], stop - start, -1, u.shape[-1])
+    counted = None
+    if ignored is not None and ignored.shape == (samples, a.shape[2]):
+        counted = ~ignored[start:stop] | (u != 0).any(dim=-1).any(dim=0).any(dim=0)
+    return Rows(a, u, counted)
+
+
+def _joined(parts: Sequence[Rows]) -> Rows:
+    """Rows of several calls as further positions of the same samples."""
+    if len(parts) == 1:
+        return parts[0]
+    counted = None
+    if any(part.counted is not None for part in parts):
+        everything = [torch.ones(part.a.shape[1:3], dtype=torch.bool, device=part.a.device) for part in parts]
+        masks = zip(parts, everything, strict=True)
+        counted = torch.cat([all_ if part.counted is None else part.counted for part, all_ in masks], dim=1)
+    return Rows(
+        torch.cat([part.a for part in parts], dim=2), torch.cat([part.u for part in parts], dim=3), counted
+    )

@@ -1,0 +1,90 @@
+"""The curvature of a whole network: all its layers' blocks, refreshed together, damped together."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from torch import Tensor
+
+from tekfac.curvature import Due, LayerCurvature, Recipe, refreshed
+from tekfac.damping import DampingRule, Spectrum
+from tekfac.layers import Layer
+from tekfac.precondition import precondition
+from tekfac.rows import LayerBatch
+
+
+class NetworkCurvature:
+    """One Fisher block per layer.
+
+    Attributes:
+        layers: the layers, by name.
+    """
+
+    def __init__(self, layers: Mapping[str, Layer], recipe: Recipe) -> None:
+        self.layers = layers
+        self._recipe = recipe
+        self._blocks: dict[str, LayerCurvature] = {}
+        self._denominators: dict[str, Tensor] = {}
+        self._damped_by: Mapping[str, DampingRule] = {}
+
+    @property
+    def blocks(self) -> dict[str, LayerCurvature]:
+        """The block of every layer seen so far, by layer name."""
+        return self._blocks
+
+    @blocks.setter
+    def blocks(self, blocks: dict[str, LayerCurvature]) -> None:
+        self._blocks = blocks
+        self._denominators = {}
+
+    def refreshed(self, batches: Mapping[str, Sequence[LayerBatch]], due: Due) -> dict[str, LayerCurvature]:
+        """New blocks for what is due; the present ones stay in place until they are assigned.
+
+        Raises:
+            NonFiniteStatisticsError: if the batches lead to numbers that are not finite.
+        """
+        blocks = dict(self._blocks)
+        for name in self.layers:
+            old, seen = self._blocks.get(name), batches.get(name, [])
+            if seen:
+                blocks[name] = refreshed(old, seen, due, self._recipe)
+            elif old is not None and due.basis:
+                blocks[name] = refreshed(
+                    old, [], Due(factors=False, basis=True, rescaling=False), self._recipe
+                )
+        return blocks
+
+    def natural_gradients(self, rules: Mapping[str, DampingRule]) -> dict[Tensor, Tensor]:
+        """(F_hat + damping)^-1 applied to `.grad`, for the parameters of every layer that has both.
+
+        Args:
+            rules: the damping rule of each layer.
+        """
+        denominators = self._damped(rules)
+        directions: dict[Tensor, Tensor] = {}
+        for name, block in self._blocks.items():
+            layer = self.layers[name]
+            if layer.weight.grad is None:
+                continue
+            bias_gradient = None if layer.bias is None else layer.bias.grad
+            gradient = layer.to_matrix(layer.weight.grad, bias_gradient)
+            direction = precondition(gradient, block.basis, denominators[name])
+            parts = zip(layer.parameters, layer.from_matrix(direction), strict=True)
+            directions.update((parameter, part) for parameter, part in parts if parameter.grad is not None)
+        return directions
+
+    def _damped(self, rules: Mapping[str, DampingRule]) -> dict[str, Tensor]:
+        """S + lambda of every layer; computed anew only when blocks or rules changed."""
+        if not self._denominators or rules != self._damped_by:
+            spectra = {
+                name: Spectrum(
+                    block.rescaling, block.basis, self.layers[name].is_convolution, block.theta is None
+                )
+                for name, block in self._blocks.items()
+            }
+            network = list(spectra.values())
+            self._denominators = {
+                name: rules[name].denominators(spectrum, network) for name, spectrum in spectra.items()
+            }
+            self._damped_by = rules
+        return self._denominators
