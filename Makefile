@@ -11,7 +11,7 @@ help:  ## This list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
 
 demo: $(VENV)/ready  ## Train on digits with six optimizers, three seeds, and print the table (about 2 minutes)
-	$(BIN)/python examples/digits.py
+	$(BIN)/python benchmarks/digits.py
 
 test: $(VENV)/ready  ## The tests
 	$(BIN)/python -m pytest -n 2 tests

@@ -55,8 +55,8 @@ def main() -> None:
     table = "\n".join("| " + " | ".join(cells) + " |" for cells in [header, ["---"] * len(header), *rows])
     text = (
         f"Test accuracy in % (mean ± standard deviation over {len(arguments.seeds)} seeds) after "
-        f"{arguments.epochs} epochs on {arguments.images:,} images of CIFAR-10, batch 128, cosine schedule, small "
-        f"CNN with batch norm; everything else at its default.\n\n{table}\n\n{provenance(arguments.seeds)}\n"
+        f"{arguments.epochs} epochs on {arguments.images:,} images of CIFAR-10, batch 128, cosine schedule, "
+        f"small CNN with batch norm; everything else at its default.\n\n{table}\n\n{provenance(arguments.seeds)}\n"
     )
     print(text)
     if arguments.report:

@@ -125,6 +125,11 @@ def fisher_of(samples: oracle.Samples, group: int = 0) -> Tensor:
     return oracle.exact_fisher(samples.gradients[:, group])
 
 
+def own_sharing(method: type[NaturalGradient]) -> str:
+    """The sharing that is right for the method with no setting: exact where it has that, or expand."""
+    return "exact" if method in (TKFAC, TEKFAC) else "expand"
+
+
 # -- the library ---------------------------------------------------------------------------------------
 
 
@@ -167,7 +172,7 @@ def as_batch(rows: Rows) -> LayerBatch:
     def slice_rows(start: int, stop: int) -> Rows:
         return Rows(rows.a[:, start:stop], rows.u[:, :, start:stop])
 
-    return LayerBatch(shape, torch.tensor(float(samples), dtype=torch.float64), slice_rows)
+    return LayerBatch(shape, samples, slice_rows)
 
 
 def as_samples(rows: Rows) -> oracle.Samples:

@@ -256,13 +256,19 @@ class NaturalGradient(Optimizer):
                     for (p, _), norm in zip(gradients, largest, strict=True)
                     if not bool(torch.isfinite(norm))
                 ]
-                problems.append(f"the gradient of {', '.join(bad)} is not finite")
+                more = f" and {len(bad) - 3} more" if len(bad) > 3 else ""
+                problems.append(f"the gradient of {', '.join(bad[:3])}{more} is not finite")
         return problems
 
     def _skip(self, problem: str) -> None:
         """Leave everything as it was before this step's forward pass."""
         self._capture.roll_back()
         self.skipped_steps += 1
+        parameters = (p for group in self.param_groups for p in group["params"])
+        if not all(bool(torch.isfinite(p).all()) for p in parameters):
+            problem += (
+                "; the parameters themselves are not: training has diverged, start again with a smaller lr"
+            )
         logger.warning(
             "%s skipped a step after step %d (%d skipped so far): %s.",
             type(self).__name__,

@@ -1,0 +1,233 @@
+"""Modules used twice and parameters tied between modules are preconditioned rightly, or left with a reason."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import oracle
+from dense import METHODS, RTOL, assert_close, dense_block
+from tekfac import EKFAC, KFAC, TEKFAC
+from tekfac.natural_gradient import NaturalGradient
+from training import Batch, train, vectors
+
+
+class Twice(nn.Module):
+    """The same hidden layer applied twice."""
+
+    def __init__(self, tied: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.head = nn.Linear(5, 5), nn.Linear(5, 3)
+        self.second = self.first
+        if tied:  # two modules, one weight and one bias
+            self.second = nn.Linear(5, 5)
+            self.second.weight, self.second.bias = self.first.weight, self.first.bias
+        self.double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.head(torch.tanh(self.second(torch.tanh(self.first(x)))))
+        return out
+
+
+def column_gradients(model: nn.Module, batch: Batch, weight: Tensor, bias: Tensor) -> Tensor:
+    """Per-sample gradients of [weight | bias] for all columns of the softmax Fisher, by autograd."""
+    matrices = []
+    for n in range(len(batch[0])):
+        logits = model(batch[0][n : n + 1])
+        for k in range(logits.shape[-1]):
+            grads = torch.autograd.grad(oracle.softmax_column(k)(logits, logits), [weight, bias], retain_graph=True)
+            matrices.append(torch.cat([grads[0], grads[1][:, None]], 1))
+    return torch.stack(matrices) * logits.shape[-1] ** 0.5
+
+
+def dense_tekfac(gradients: Tensor) -> Tensor:
+    block = oracle.exact_fisher(gradients)
+    d_out, d_in = gradients.shape[1:]
+    n_phi, n_psi = oracle.partial_traces(block, d_out, d_in)
+    return oracle.eigen_corrected(block, torch.linalg.eigh(n_psi)[1], torch.linalg.eigh(n_phi)[1])
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_layer_used_twice_has_the_block_of_its_whole_gradient(tied: bool) -> None:
+    model, (batch,) = Twice(tied), vectors(1)
+    gradients = column_gradients(model, batch, model.first.weight, model.first.bias)
+    optimizer = TEKFAC(model, lr=1e-30, momentum=0.0, fisher="exact", damping=1e-3)
+    train(model, optimizer, [batch])
+    assert set(optimizer.curvature) == {"first", "head"}
+    assert_close(dense_block(optimizer.curvature["first"]), dense_tekfac(gradients))
+    assert_close(optimizer.curvature["first"].rescaling.sum(), oracle.exact_fisher(gradients).trace())
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_module_used_twice_and_two_tied_modules_train_alike(method: type[NaturalGradient]) -> None:
+    weights = []
+    for tied in (False, True):
+        model = Twice(tied)
+        train(model, method(model, lr=0.05, damping=0.1, seed=0, factors_every=2, basis_every=2), vectors(4))
+        weights.append(model.first.weight.detach())
+    assert torch.equal(weights[0], weights[1])
+
+
+def test_a_tied_parameter_is_moved_once() -> None:
+    model = Twice(tied=True)
+    optimizer = TEKFAC(model, lr=0.05)
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    assert len(parameters) == len(set(parameters)) == 4
+
+
+def test_convolutions_that_share_weights_but_not_strides_are_one_layer() -> None:
+    class Pyramid(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.fine, self.coarse = nn.Conv1d(1, 2, 3), nn.Conv1d(1, 2, 3, stride=2, padding=1)
+            self.coarse.weight, self.coarse.bias = self.fine.weight, self.fine.bias
+            self.head = nn.Linear(2, 3)
+            self.double()
+
+        def forward(self, x: Tensor) -> Tensor:
+            maps = torch.cat([self.fine(x[:, None]), self.coarse(x[:, None])], dim=2)
+            out: Tensor = self.head(torch.tanh(maps).mean(2))
+            return out
+
+    model, (batch,) = Pyramid(), vectors(1)
+    weight, bias = model.fine.weight, model.fine.bias
+    assert bias is not None
+    matrices = []
+    for x in batch[0]:
+        logits = model(x[None])
+        for k in range(3):
+            loss = oracle.softmax_column(k)(logits, logits)
+            grads = torch.autograd.grad(loss, [weight, bias], retain_graph=True)
+            matrices.append(torch.cat([grads[0].flatten(1), grads[1][:, None]], 1))
+    optimizer = TEKFAC(model, lr=1e-30, momentum=0.0, fisher="exact", damping=1e-3)
+    train(model, optimizer, [batch])
+    assert set(optimizer.curvature) == {"fine", "head"}
+    assert_close(dense_block(optimizer.curvature["fine"]), dense_tekfac(3**0.5 * torch.stack(matrices)))
+
+
+class LanguageModel(nn.Module):
+    """An embedding whose matrix is also the output layer's."""
+
+    def __init__(self, tied: bool = True) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embedding, self.body = nn.Embedding(6, 4), nn.Linear(4, 4)
+        self.head = nn.Linear(4, 6, bias=False)
+        if tied:
+            self.head.weight = self.embedding.weight
+        self.double()
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        out: Tensor = self.head(torch.tanh(self.body(self.embedding(tokens))))
+        return out
+
+
+def token_batches(count: int) -> list[Batch]:
+    generator = torch.Generator().manual_seed(0)
+    return [
+        (torch.randint(6, (4, 3), generator=generator), torch.randint(6, (4, 3), generator=generator))
+        for _ in range(count)
+    ]
+
+
+def token_loss(logits: Tensor, y: Tensor) -> Tensor:
+    return F.cross_entropy(logits.flatten(0, 1), y.flatten())
+
+
+def test_a_weight_tied_to_an_embedding_is_trained_by_momentum_sgd_with_a_reason(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    model = LanguageModel()
+    with caplog.at_level(logging.WARNING, "tekfac"):
+        optimizer = TEKFAC(model, lr=0.05, first_order_lr=0.1, momentum=0.5)
+    assert "'head.weight'" in caplog.text
+    assert "Embedding 'embedding'" in caplog.text
+    start = model.head.weight.detach().clone()
+    train(model, optimizer, token_batches(1), token_loss)
+    assert set(optimizer.curvature) == {"body"}
+    assert torch.equal(model.head.weight, start - 0.1 * model.head.weight.grad)
+    assert model.head.weight is model.embedding.weight
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (lambda m: setattr(m.second, "bias", nn.Parameter(torch.zeros(5).double())), "another bias"),
+        (lambda m: setattr(m.second, "bias", None), "another bias"),
+        (lambda m: m.register_parameter("also", m.first.weight), "shared with Twice"),
+    ],
+)
+def test_weights_tied_in_ways_that_one_block_cannot_hold_are_left_with_a_reason(
+    change: Any, reason: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = Twice(tied=True)
+    change(model)
+    with caplog.at_level(logging.WARNING, "tekfac"):
+        optimizer = KFAC(model, lr=0.05)
+    assert reason in caplog.text
+    train(model, optimizer, vectors(2))
+    assert set(optimizer.curvature) == {"head"}
+
+
+def test_a_bias_shared_between_layers_is_first_order_and_the_weights_are_not() -> None:
+    model = nn.Sequential(nn.Linear(5, 3), nn.Tanh(), nn.Linear(3, 3)).double()
+    model[2].bias = model[0].bias
+    optimizer = EKFAC(model, lr=0.05)
+    train(model, optimizer, vectors(1))
+    assert optimizer.curvature["0"].rescaling.shape == (1, 3, 5)
+    assert optimizer.curvature["2"].rescaling.shape == (1, 3, 3)
+
+
+def test_one_sequence_layer_called_per_token_or_on_all_tokens_has_the_same_block() -> None:
+    class Tokenwise(nn.Module):
+        def __init__(self, loop: bool) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.layer, self.head, self.loop = nn.Linear(2, 4), nn.Linear(4, 3), loop
+            self.double()
+
+        def forward(self, x: Tensor) -> Tensor:
+            tokens = x[:, :4].reshape(-1, 2, 2)
+            if self.loop:
+                hidden = torch.stack([self.layer(tokens[:, t]) for t in range(2)], dim=1)
+            else:
+                hidden = self.layer(tokens)
+            out: Tensor = self.head(torch.tanh(hidden).mean(1))
+            return out
+
+    for method in METHODS:
+        blocks = []
+        for loop in (False, True):
+            model = Tokenwise(loop)
+            optimizer = method(model, lr=1e-30, fisher="exact")
+            train(model, optimizer, vectors(1))
+            blocks.append(dense_block(optimizer.curvature["layer"]))
+        assert_close(blocks[1], blocks[0], rtol=100 * RTOL)
+
+
+def test_a_module_used_in_one_forward_pass_and_not_in_the_next_keeps_its_block() -> None:
+    class Sometimes(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body, self.extra, self.use = nn.Linear(5, 3), nn.Linear(3, 3), True
+            self.double()
+
+        def forward(self, x: Tensor) -> Tensor:
+            out: Tensor = self.body(x)
+            return self.extra(torch.tanh(out)) if self.use else out
+
+    model = Sometimes()
+    optimizer = TEKFAC(model, lr=0.05, factors_every=1, basis_every=1, rescaling_every=1)
+    data = vectors(2)
+    train(model, optimizer, data[:1])
+    moments, extra = optimizer.curvature["extra"].moments, model.extra.weight.detach().clone()
+    model.use = False
+    train(model, optimizer, data[1:])
+    assert optimizer.curvature["extra"].moments is moments
+    assert torch.equal(model.extra.weight, extra)
