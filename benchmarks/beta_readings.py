@@ -56,7 +56,8 @@ def main() -> None:
     text = (
         f"Test accuracy in % (mean ± standard deviation over {len(arguments.seeds)} seeds) after "
         f"{arguments.epochs} epochs on {arguments.images:,} images of CIFAR-10, batch 128, cosine schedule, "
-        f"small CNN with batch norm; everything else at its default.\n\n{table}\n\n{provenance(arguments.seeds)}\n"
+        f"small CNN with batch norm; everything else at its default.\n\n"
+        f"{table}\n\n{provenance(arguments.seeds)}\n"
     )
     print(text)
     if arguments.report:

@@ -46,10 +46,10 @@ OPTIMIZERS: dict[str, Callable[[nn.Module, float], Optimizer]] = {
 GRIDS = {
     "SGDM": (0.01, 0.03, 0.1, 0.3, 1.0),
     "Adam": (0.0003, 0.001, 0.003, 0.01, 0.03),
-    "KFAC": (0.003, 0.01, 0.03, 0.1, 0.3),
-    "EKFAC": (0.003, 0.01, 0.03, 0.1, 0.3),
-    "TKFAC": (0.003, 0.01, 0.03, 0.1, 0.3),
-    "TEKFAC": (0.003, 0.01, 0.03, 0.1, 0.3),
+    "KFAC": (0.001, 0.003, 0.01, 0.03, 0.1),
+    "EKFAC": (0.001, 0.003, 0.01, 0.03, 0.1),
+    "TKFAC": (0.001, 0.003, 0.01, 0.03, 0.1),
+    "TEKFAC": (0.001, 0.003, 0.01, 0.03, 0.1),
 }
 
 LEARNING_RATES = {
@@ -112,9 +112,9 @@ HEADER = [
     "optimizer",
     "lr",
     "accuracy % after 1 epoch",
-    "after 15",
+    f"after {EPOCHS}",
     "training loss",
-    "epochs to 95%",
+    f"epochs to {100 * TARGET:g}%",
     "ms / step",
 ]
 WIDTHS = [7, 9, 6, 24, 12, 17, 13, 9]

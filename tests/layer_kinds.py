@@ -251,7 +251,7 @@ def expected_factors(
     """The factors whose eigenbasis the method uses, from the definitions."""
     a, u = samples.a[:, group], samples.u[:, group]
     if method in (TKFAC, TEKFAC):
-        return oracle.tkfac(a, u, sharing)  # type: ignore[arg-type]
+        return oracle.tkfac(a, u, sharing)
     return {"expand": oracle.kfac_expand, "reduce": oracle.kfac_reduce}[sharing](a, u)
 
 

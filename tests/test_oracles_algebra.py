@@ -141,7 +141,7 @@ def test_03_mean_and_sum_of_losses_give_the_same_statistics(
     by_sum = measured(method, case.model, case.inputs, summed(case.loss), fisher=fisher, loss_reduction="sum")
     assert_blocks_agree(
         method,
-        samples_of(kind, True, fisher),  # type: ignore[arg-type]
+        samples_of(kind, True, fisher),
         own_sharing(method),
         by_sum.curvature["layer"],
     )
@@ -169,7 +169,7 @@ def test_03_chunks_permutations_and_micro_batches_change_nothing(
         lambda logits: F.cross_entropy(logits, case.labels[order]),
         **settings,
     )
-    split = method(case.model, lr=1e-30, momentum=0.0, damping=1e-3, **settings)  # type: ignore[arg-type]
+    split = method(case.model, lr=1e-30, momentum=0.0, damping=1e-3, **settings)
     split.zero_grad()
     for part in order.split([3, SAMPLES - 4, 1]):  # weighted by their numbers of terms
         F.cross_entropy(case.model(case.inputs[part]), case.labels[part]).backward()

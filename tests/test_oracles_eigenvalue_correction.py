@@ -73,7 +73,7 @@ def dense_theta(fisher: Tensor, basis: Eigenbasis, group: int) -> Tensor:
 def test_11_theta_is_the_diagonal_of_the_true_block(
     kind: str, bias: bool, method: type[NaturalGradient], sharing: str, fisher: str
 ) -> None:
-    case, samples = case_of(kind, bias), samples_of(kind, bias, fisher)  # type: ignore[arg-type]
+    case, samples = case_of(kind, bias), samples_of(kind, bias, fisher)
     optimizer = measured(method, case.model, case.inputs, case.loss, fisher=fisher, sharing=sharing)
     curvature = optimizer.curvature["layer"]
     assert (curvature.rescaling >= 0).all()
@@ -289,11 +289,9 @@ def test_16_squared_gradient_is_unbiased_over_all_label_draws(bias: bool, layer:
         batches = captured(
             case.model,
             case.inputs,
-            lambda logits, labels=labels: F.cross_entropy(logits, labels),  # type: ignore[misc]
+            lambda logits, labels=labels: F.cross_entropy(logits, labels),
             fisher="sampled",
-            likelihood=lambda logits, _, labels=labels: F.cross_entropy(  # type: ignore[misc]
-                logits, labels, reduction="none"
-            ),
+            likelihood=lambda logits, _, labels=labels: F.cross_entropy(logits, labels, reduction="none"),
         )[layer]
         squares += weight * 3 * basis.project(case.to_matrix(layer)).square()
         drawn_theta += weight * second_moments(batches, basis, BUDGET)

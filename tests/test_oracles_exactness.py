@@ -267,7 +267,7 @@ def test_20_last_convolution_with_sum_pool(bias: bool) -> None:
 @every_bias
 def test_21_kfac_in_its_other_forms(kind: str, bias: bool) -> None:
     case, samples = case_of(kind, bias), samples_of(kind, bias)
-    batch_size, _, positions, _ = samples.a.shape
+    positions = samples.a.shape[2]
     for sharing in ("expand", "reduce"):
         optimizer = measured(KFAC, case.model, case.inputs, case.loss, fisher="empirical", sharing=sharing)
         for group in groups_of(samples):
@@ -278,8 +278,6 @@ def test_21_kfac_in_its_other_forms(kind: str, bias: bool) -> None:
                 inputs, outputs = a.sum(1), u.mean(1)
             expected = torch.kron(outputs.T @ outputs / len(outputs), inputs.T @ inputs / len(inputs))
             assert_close(dense_block(optimizer.curvature["layer"], group), expected)
-    assert len(samples.u) == batch_size
-    assert positions > 1
 
 
 # -- 22: one sample at several positions ---------------------------------------------------------------
@@ -417,12 +415,9 @@ def test_not_a_theorem_tkfac_may_be_further_from_the_fisher_than_kfac() -> None:
 
 def test_theorems_that_hold_on_random_rows() -> None:
     """Correction never hurts its own base; nothing is claimed between the two kinds of factors."""
-    closer = []
     for seed in range(20):
         rows = random_rows(positions=1 + seed % 3, seed=seed)
         fisher = fisher_of(as_samples(rows))
         errors = frobenius_errors({m.__name__: block_of(m, rows) for m in METHODS}, fisher)
         assert errors["EKFAC"] <= errors["KFAC"]
         assert errors["TEKFAC"] <= errors["TKFAC"]
-        closer.append(errors["TKFAC"] < errors["KFAC"])
-    assert any(closer)

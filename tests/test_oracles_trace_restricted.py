@@ -66,7 +66,7 @@ def trace_of_sharing(samples: oracle.Samples, group: int, sharing: str) -> Tenso
 @every_sharing
 @both_fishers
 def test_05_the_trace_of_the_block_is_kept(kind: str, bias: bool, sharing: str, fisher: str) -> None:
-    case, samples = case_of(kind, bias), samples_of(kind, bias, fisher)  # type: ignore[arg-type]
+    case, samples = case_of(kind, bias), samples_of(kind, bias, fisher)
     optimizer = measured(TKFAC, case.model, case.inputs, case.loss, fisher=fisher, sharing=sharing)
     curvature = optimizer.curvature["layer"]
     for group in groups_of(samples):
@@ -76,7 +76,7 @@ def test_05_the_trace_of_the_block_is_kept(kind: str, bias: bool, sharing: str, 
         assert_close(phi.trace(), 1.0)
         assert_close(psi.trace(), 1.0)
         assert_close(dense_block(curvature, group).trace(), expected)
-        block = oracle.shared_fisher(samples.a[:, group], samples.u[:, group], sharing)  # type: ignore[arg-type]
+        block = oracle.shared_fisher(samples.a[:, group], samples.u[:, group], sharing)
         assert_close(sigma, block.trace())
         if sharing == "exact":
             assert_close(sigma, fisher_of(samples, group).trace())
@@ -104,12 +104,12 @@ def test_05_the_choice_of_sharing_is_not_cosmetic() -> None:
 @every_sharing
 @both_fishers
 def test_06_moments_are_partial_traces(kind: str, bias: bool, sharing: str, fisher: str) -> None:
-    case, samples = case_of(kind, bias), samples_of(kind, bias, fisher)  # type: ignore[arg-type]
+    case, samples = case_of(kind, bias), samples_of(kind, bias, fisher)
     optimizer = measured(TKFAC, case.model, case.inputs, case.loss, fisher=fisher, sharing=sharing)
     moments = optimizer.curvature["layer"].moments.values
     d_out, d_in = samples.gradients.shape[2:]
     for group in groups_of(samples):
-        block = oracle.shared_fisher(samples.a[:, group], samples.u[:, group], sharing)  # type: ignore[arg-type]
+        block = oracle.shared_fisher(samples.a[:, group], samples.u[:, group], sharing)
         view = block.reshape(d_out, d_in, d_out, d_in)
         assert_close(moments.input[group], torch.einsum("kikj->ij", view))
         assert_close(moments.output[group], torch.einsum("ikjk->ij", view))

@@ -266,9 +266,7 @@ class NaturalGradient(Optimizer):
         self.skipped_steps += 1
         parameters = (p for group in self.param_groups for p in group["params"])
         if not all(bool(torch.isfinite(p).all()) for p in parameters):
-            problem += (
-                "; the parameters themselves are not: training has diverged, start again with a smaller lr"
-            )
+            problem += "; the parameters are no longer finite: training has diverged, lower lr"
         logger.warning(
             "%s skipped a step after step %d (%d skipped so far): %s.",
             type(self).__name__,

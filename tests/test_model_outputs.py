@@ -1,0 +1,163 @@
+"""Models may return a tensor, a dict, a tuple, a dataclass with .logits, or anything with a selector."""
+
+from __future__ import annotations
+
+from collections import OrderedDict, namedtuple
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from tekfac import TEKFAC
+from tekfac.likelihoods import OutputShapeError
+from training import assert_identical, everything, vectors
+
+Pair = namedtuple("Pair", ["logits", "features"])  # noqa: PYI024 - the untyped kind is what is meant
+
+
+@dataclass
+class Output:
+    features: Tensor
+    logits: Tensor
+    loss: Tensor | None = None
+
+
+class Wrapped(nn.Module):
+    """Returns its logits in whatever `wrap` makes of them."""
+
+    def __init__(self, wrap: Callable[[Tensor, Tensor], Any]) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.body, self.head, self.wrap = nn.Linear(5, 4), nn.Linear(4, 3), wrap
+        self.double()
+
+    def forward(self, x: Tensor) -> Any:
+        features = torch.tanh(self.body(x))
+        return self.wrap(self.head(features), features)
+
+
+def run(wrap: Callable[[Tensor, Tensor], Any], unwrap: Callable[[Any], Tensor], **settings: Any) -> Any:
+    model = Wrapped(wrap)
+    optimizer = TEKFAC(model, lr=0.05, seed=0, factors_every=2, **settings)
+    for x, y in vectors(3):
+        optimizer.zero_grad()
+        F.cross_entropy(unwrap(model(x)), y).backward()
+        optimizer.step()
+    assert set(optimizer.curvature) == {"body", "head"}
+    return everything(model, optimizer)
+
+
+def plain() -> Any:
+    return run(lambda z, h: z, lambda out: out)
+
+
+FOUND: dict[str, tuple[Callable[[Tensor, Tensor], Any], Callable[[Any], Tensor]]] = {
+    "dict": (lambda z, h: {"features": h, "logits": z}, lambda out: out["logits"]),
+    "ordered dict": (lambda z, h: OrderedDict(features=h, logits=z), lambda out: out["logits"]),
+    "dict with one entry": (lambda z, h: {"scores": z}, lambda out: out["scores"]),
+    "tuple": (lambda z, h: (z, h), lambda out: out[0]),
+    "list": (lambda z, h: [z, h], lambda out: out[0]),
+    "tuple that starts with None": (lambda z, h: (None, z), lambda out: out[1]),
+    "named tuple": (lambda z, h: Pair(z, h), lambda out: out.logits),
+    "named tuple, logits not first": (lambda z, h: namedtuple("P", "features logits")(h, z), lambda out: out.logits),  # noqa: PYI024
+    "dataclass": (lambda z, h: Output(h, z), lambda out: out.logits),
+}
+
+
+@pytest.mark.parametrize("kind", FOUND)
+def test_the_logits_are_found_and_training_is_as_with_a_plain_tensor(kind: str) -> None:
+    assert_identical(run(*FOUND[kind]), plain())
+
+
+def test_a_selector_finds_them_anywhere_else() -> None:
+    assert_identical(
+        run(
+            lambda z, h: {"out": [h, {"scores": z}]},
+            lambda out: out["out"][1]["scores"],
+            outputs=lambda out: out["out"][1]["scores"],
+        ),
+        plain(),
+    )
+
+
+def test_a_selector_is_preferred_to_what_would_be_found() -> None:
+    assert_identical(
+        run(lambda z, h: (h, z), lambda out: out[1], outputs=lambda out: out[1]), plain()
+    )
+
+
+def test_a_loss_computed_inside_the_model_is_no_hindrance() -> None:
+    class WithLoss(Wrapped):
+        def forward(self, x: Tensor, labels: Tensor) -> Output:  # type: ignore[override]
+            features = torch.tanh(self.body(x))
+            logits = self.head(features)
+            return Output(features, logits, F.cross_entropy(logits, labels))
+
+    model = WithLoss(lambda z, h: z)
+    optimizer = TEKFAC(model, lr=0.05, seed=0, factors_every=2)
+    for x, y in vectors(3):
+        optimizer.zero_grad()
+        loss = model(x=x, labels=y).loss
+        assert loss is not None
+        loss.backward()
+        optimizer.step()
+    assert_identical(everything(model, optimizer), plain())
+
+
+def test_a_layer_called_with_a_keyword_is_recorded() -> None:
+    class Keyword(Wrapped):
+        def forward(self, x: Tensor) -> Any:
+            out: Tensor = self.head(input=torch.tanh(self.body(input=x)))
+            return out
+
+    model = Keyword(lambda z, h: z)
+    optimizer = TEKFAC(model, lr=0.05, seed=0, factors_every=2)
+    for x, y in vectors(3):
+        optimizer.zero_grad()
+        F.cross_entropy(model(x), y).backward()
+        optimizer.step()
+    assert_identical(everything(model, optimizer), plain())
+
+
+@pytest.mark.parametrize(
+    "wrap", [lambda z, h: {"a": z, "b": h}, lambda z, h: "text", lambda z, h: None, lambda z, h: (None, "text")]
+)
+def test_what_cannot_be_read_is_refused_with_the_way_out(wrap: Callable[[Tensor, Tensor], Any]) -> None:
+    model = Wrapped(wrap)
+    optimizer = TEKFAC(model)
+    with pytest.raises(OutputShapeError, match="outputs=lambda"):
+        model(vectors(1)[0][0])
+    assert optimizer.num_steps == 0
+
+
+def test_a_tuple_that_starts_with_the_loss_is_refused_with_the_way_out() -> None:
+    model = Wrapped(lambda z, h: (z.logsumexp(1).mean(), z))
+    optimizer = TEKFAC(model)
+    with pytest.raises(OutputShapeError, match=r"pick them with outputs="):
+        model(vectors(1)[0][0])
+    assert optimizer.num_steps == 0
+
+
+def test_a_second_head_that_the_logits_do_not_depend_on_is_trained_by_its_raw_gradient() -> None:
+    class TwoHeads(Wrapped):
+        def __init__(self) -> None:
+            super().__init__(lambda z, h: z)
+            self.auxiliary = nn.Linear(4, 3).double()
+
+        def forward(self, x: Tensor) -> Any:
+            features = torch.tanh(self.body(x))
+            return self.head(features), self.auxiliary(features)
+
+    model = TwoHeads()
+    optimizer = TEKFAC(model, lr=0.05, momentum=0.0)
+    x, y = vectors(1)[0]
+    start = model.auxiliary.weight.detach().clone()
+    logits, more = model(x)
+    (F.cross_entropy(logits, y) + F.cross_entropy(more, y)).backward()
+    optimizer.step()
+    assert set(optimizer.curvature) == {"body", "head"}
+    assert torch.equal(model.auxiliary.weight, start - 0.05 * model.auxiliary.weight.grad)
