@@ -207,6 +207,41 @@ def test_03_every_position_with_a_label_is_a_term(
         assert_blocks_agree(method, scaled, own_sharing(method), optimizer.curvature[layer])
 
 
+@pytest.mark.parametrize("fisher", ["empirical", "exact"])
+@pytest.mark.parametrize("sharing", ["expand", "reduce"])
+def test_03_ignored_positions_count_nowhere(fisher: str, sharing: str) -> None:
+    """They are dropped from A as from U, and from what both are divided by."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(2, 3), nn.Tanh(), nn.Linear(3, 2)).double()
+    inputs, labels = normal(4, 3, 2), torch.arange(12).reshape(4, 3) % 2
+    kept = torch.tensor([[1, 1, 1], [1, 0, 0], [1, 1, 0], [0, 1, 1]], dtype=torch.bool)
+    labels[~kept] = -100
+    optimizer = measured(
+        KFAC, model, inputs, lambda logits: F.cross_entropy(logits.mT, labels), fisher=fisher, sharing=sharing
+    )
+    terms = int(kept.sum())
+    for layer in ("0", "2"):
+        columns = []
+        for column in range(6 if fisher == "exact" else 1):
+
+            def loss(logits: Tensor, label: Tensor, column: int = column) -> Tensor:
+                if fisher == "empirical":
+                    return F.cross_entropy(logits.mT, label, reduction="sum")
+                return oracle.softmax_column(column)(logits, label) * (label[0, column // 2] >= 0)
+
+            columns.append(oracle.per_sample(model, loss, inputs, labels, layer))
+        a = columns[0].a[:, 0]
+        if sharing == "expand":
+            rows_in = a[kept]
+            rows_out = torch.cat([samples.u[:, 0][kept] for samples in columns])
+        else:
+            rows_in = torch.stack([a[n, kept[n]].mean(0) for n in range(4)])
+            rows_out = torch.cat([samples.u[:, 0].sum(1) for samples in columns])
+        expected = torch.kron(rows_out.T @ rows_out / terms, rows_in.T @ rows_in / len(rows_in))
+        assert_close(dense_block(optimizer.curvature[layer]), expected)
+
+
 # -- 4: preconditioning is the damped solve ------------------------------------------------------------
 
 

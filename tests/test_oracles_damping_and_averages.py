@@ -387,7 +387,8 @@ class Run:
     """A training run that refreshes everything at every step, and what the oracle sees of each step."""
 
     def __init__(self, method: type[NaturalGradient], kind: str, bias: bool, **settings: object) -> None:
-        self.case, self.samples = case_of(kind, bias), []  # type: tuple[Case, list[oracle.Samples]]
+        self.case = case_of(kind, bias)
+        self.samples: list[oracle.Samples] = []
         self.optimizer = method(
             self.case.model,
             lr=0.3,

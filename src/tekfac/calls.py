@@ -39,7 +39,7 @@ class Call:
 
 
 def layer_batch(
-    calls: Sequence[Call], num_outputs: int, num_terms: int, counted: Tensor, any_grouping: bool
+    calls: Sequence[Call], num_outputs: int, num_terms: int, counted: Tensor, any_coarser: bool
 ) -> LayerBatch:
     """All calls of one layer as one batch, each sample's positions one after the other.
 
@@ -48,9 +48,9 @@ def layer_batch(
         num_outputs: the number of samples in the model's outputs.
         num_terms: the number of loss terms M.
         counted: [num_outputs, P], which of each sample's terms take part in the loss.
-        any_grouping: whether rows may be put together to samples in any way. With sampled labels they
-            may: gradients of different terms are independent and have mean zero, so that only the noise
-            of the estimate depends on the grouping.
+        any_coarser: whether several samples may be treated as one. With sampled labels they may:
+            gradients of different terms are independent and have mean zero, so that a coarser grouping
+            adds noise but no bias (docs/mathematics.md, section 6).
 
     Raises:
         OutputShapeError: if rows cannot be told apart by sample but have to be.
@@ -60,8 +60,8 @@ def layer_batch(
     lengths = [len(call.inputs) for call in calls]
     samples = num_outputs
     if any(length % num_outputs for length in lengths):
-        samples = math.gcd(*lengths)
-        if not any_grouping:
+        samples = math.gcd(num_outputs, *lengths)
+        if not any_coarser:
             raise OutputShapeError(
                 f"Layer {layer.name!r} received inputs with a first axis of {lengths}, not a multiple "
                 f"of the {num_outputs} samples in the model's outputs, so its rows cannot be told apart by "
@@ -101,7 +101,9 @@ def _rows(call: Call, samples: int, start: int, stop: int, ignored: Tensor | Non
     a = a.reshape(a.shape[0], stop - start, -1, a.shape[-1])
     u = u.reshape(*u.shape[:2], stop - start, -1, u.shape[-1])
     counted = None
-    if ignored is not None and ignored.shape == (samples, a.shape[2]):
+    if ignored is not None and len(ignored) == samples:
+        if ignored.shape[1] != a.shape[2]:  # no position per term: by sample
+            ignored = ignored.all(dim=1, keepdim=True)
         counted = ~ignored[start:stop] | (u != 0).any(dim=-1).any(dim=0).any(dim=0)
     return Rows(a, u, counted)
 

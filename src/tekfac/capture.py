@@ -95,7 +95,6 @@ class Capture:
     def clear(self) -> None:
         """Let go of what was captured."""
         self.batches, self.problems = {}, []
-        self._window = None
         self._state_before_draw = None
 
     def roll_back(self) -> None:
@@ -195,9 +194,9 @@ class Capture:
         for call in calls:
             if call.gradients:
                 by_layer.setdefault(call.layer.name, []).append(call)
-        unbiased = self._fisher == "sampled"
+        any_coarser = self._fisher == "sampled"
         for name, layer_calls in by_layer.items():
-            batch = layer_batch(layer_calls, len(outputs), num_terms, prediction.counted, unbiased)
+            batch = layer_batch(layer_calls, len(outputs), num_terms, prediction.counted, any_coarser)
             self.batches.setdefault(name, []).append(batch)
 
     def _num_terms(self, prediction: Prediction) -> int:

@@ -7,7 +7,7 @@ saved with the optimizer. A rule sees the spectrum of its layer and those of the
     Factored          D = (sqrt(sigma) l_out + sqrt(lambda)/pi)(sqrt(sigma) l_in + pi sqrt(lambda))
     TraceBased        lambda = max(tr S, floor) / (d_in d_out)              (paper, Eq. dam2)
     BesideConvolutions  fully connected layers of a convolutional network, by the largest lambda of
-                        its convolutions, beta; three readings of the paper's sentence
+                        its convolutions, beta: the readings of the paper's sentence
     ByNetwork         one rule for convolutions, one for fully connected layers beside them, one for
                         networks without any
 
@@ -27,7 +27,7 @@ from torch import Tensor
 from tekfac.eigenbasis import Eigenbasis
 
 DEFAULT_DAMPING = 1e-2
-"""With the default learning rate of 1e-3 no direction moves further than SGD's would at 0.1."""
+"""With this lambda and the default lr of 1e-3 no direction moves further than SGD's at 0.1."""
 
 DEFAULT_TRACE_FLOOR = 1e-2
 

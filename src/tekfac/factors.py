@@ -146,7 +146,7 @@ def plain_expand(rows: Rows) -> MomentSums:
     a, counted = rows.a, rows.counted
     if counted is None:
         weighted = a
-        count = torch.tensor(float(a.shape[1] * a.shape[2]), dtype=a.dtype, device=a.device)
+        count = a.new_tensor(a.shape[1] * a.shape[2])
     else:
         weighted = a * counted[None, :, :, None].to(a.dtype)
         count = counted.sum().to(a.dtype)
@@ -160,7 +160,11 @@ def plain_expand(rows: Rows) -> MomentSums:
 def plain_reduce(rows: Rows) -> MomentSums:
     """A: mean over samples of the outer product of the mean input; U: of the summed output gradient."""
     a, u = _reduced(rows)
-    count = torch.tensor(float(a.shape[1]), dtype=a.dtype, device=a.device)
+    if rows.counted is None:
+        count = a.new_tensor(a.shape[1])
+    else:
+        present = rows.counted.any(dim=1).to(a.dtype)
+        a, count = a * present[None, :, None], present.sum()
     return MomentSums(torch.einsum("gni,gnj->gij", a, a), torch.einsum("kgno,kgnp->gop", u, u), count)
 
 

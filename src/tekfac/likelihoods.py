@@ -242,8 +242,16 @@ class Custom(Likelihood):
         _require_batch_axis(outputs, "callable")
 
     def predict(self, outputs: Tensor, gradient: Tensor) -> Prediction:
-        """Everything counts; the draw happens when sampled."""
-        counted = torch.ones(len(outputs), 1, dtype=torch.bool, device=outputs.device)
+        """Everything counts. A trial draw, with a generator of its own, tells the number of terms."""
+        with torch.no_grad():
+            losses = self.sampled_loss(outputs, torch.Generator(device=outputs.device))
+        if losses.ndim and losses.shape[0] != len(outputs):
+            raise OutputShapeError(
+                f"The likelihood callable returned losses of shape {list(losses.shape)} for {len(outputs)} "
+                "samples. Expected a scalar, or [N, ...] with one number per term."
+            )
+        terms = losses.numel() // len(outputs) if losses.ndim else 1
+        counted = torch.ones(len(outputs), terms, dtype=torch.bool, device=outputs.device)
         return _Drawn(counted, outputs, self.sampled_loss)
 
 
@@ -256,11 +264,6 @@ class _Drawn(Prediction):
         with torch.enable_grad():
             outputs = self.outputs.detach().requires_grad_()
             losses = self.sampled_loss(outputs, generator)
-            if losses.ndim and losses.shape[0] != len(outputs):
-                raise OutputShapeError(
-                    f"The likelihood callable returned losses of shape {list(losses.shape)} for "
-                    f"{len(outputs)} samples. Expected a scalar, or [N, ...] with one number per term."
-                )
             (gradient,) = torch.autograd.grad(losses.sum(), outputs)
         return gradient
 

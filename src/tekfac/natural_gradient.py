@@ -193,6 +193,11 @@ class NaturalGradient(Optimizer):
         self._arm()
         return loss
 
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forget the gradients, and the statistics of the backward passes that made them."""
+        self._capture.roll_back()
+        super().zero_grad(set_to_none)
+
     def _arm(self) -> None:
         """Watch the next forward pass if its step measures, or if nothing has been seen yet at all."""
         self._capture.armed = self._due().anything or not self._network.blocks

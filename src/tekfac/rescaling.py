@@ -66,22 +66,24 @@ def rotated(theta: Tensor, old: Eigenbasis, new: Eigenbasis) -> Tensor:
 
 def _squared_projections(rows: Rows, basis: Eigenbasis) -> Tensor:
     """Sum over columns and samples of (Q_out^T G_n Q_in)^2, by the cheapest contraction."""
-    positions, d_in, d_out = rows.a.shape[2], rows.a.shape[3], rows.u.shape[4]
+    positions, d_in = rows.a.shape[2:]
+    columns, d_out = rows.u.shape[0], rows.u.shape[-1]
     if positions == 1:
         return squares_of_single_position(rows, basis)
-    if project_first_cost(positions, d_in, d_out) <= gradient_first_cost(positions, d_in, d_out):
+    sizes = (positions, d_in, d_out, columns)
+    if project_first_cost(*sizes) <= gradient_first_cost(*sizes):
         return squares_project_first(rows, basis)
     return squares_gradient_first(rows, basis)
 
 
-def project_first_cost(positions: int, d_in: int, d_out: int) -> int:
+def project_first_cost(positions: int, d_in: int, d_out: int, columns: int) -> int:
     """Multiplications per sample of `squares_project_first`."""
-    return positions * (d_in**2 + d_out**2 + d_in * d_out)
+    return positions * (d_in**2 + columns * d_out * (d_out + d_in))
 
 
-def gradient_first_cost(positions: int, d_in: int, d_out: int) -> int:
+def gradient_first_cost(positions: int, d_in: int, d_out: int, columns: int) -> int:
     """Multiplications per sample of `squares_gradient_first`."""
-    return d_in * d_out * (positions + d_in + d_out)
+    return columns * d_in * d_out * (positions + d_in + d_out)
 
 
 def squares_of_single_position(rows: Rows, basis: Eigenbasis) -> Tensor:

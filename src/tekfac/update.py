@@ -11,8 +11,9 @@ from torch import Tensor
 def kl_coefficient(terms: Iterable[tuple[float, Tensor, Tensor]], kl_clip: float) -> Tensor:
     """min(1, sqrt(c / sum lr^2 g.Pg)) for (lr, gradient g, preconditioned gradient Pg); a scalar.
 
-    lr^2 g.Pg is twice the change, to second order, of the predictions' Kullback-Leibler divergence that
-    a step along Pg makes; scaled by the coefficient it is at most c.
+    With P the inverse of the damped curvature, lr^2 g.Pg bounds twice the change of the predictions, as a
+    Kullback-Leibler divergence to second order, that a single step along Pg makes. After scaling it is at
+    most c.
     """
     total = torch.stack([lr**2 * torch.sum(g * direction) for lr, g, direction in terms]).sum()
     return (kl_clip / total.clamp_min(torch.finfo(total.dtype).tiny)).sqrt().clamp_max(1)
