@@ -142,7 +142,7 @@ def test_the_sum_of_theta_is_the_average_of_the_traces_whatever_the_basis_does(m
     decay = 0.6
     model, optimizer = build(method, factors_every=1, basis_every=1, rescaling_every=1, rescaling_decay=decay)
     seen, fishers = history(optimizer, model, vectors(6))
-    weights = torch.tensor([decay**i for i in reversed(range(6))]).double()
+    weights = torch.tensor([decay**i for i in reversed(range(6))], dtype=torch.float64)
     traces = torch.stack([block.trace() for block in fishers])
     assert_close(seen[-1].rescaling.sum(), (weights * traces).sum() / weights.sum())
 
@@ -152,7 +152,7 @@ def test_both_moments_keep_the_averaged_trace_after_any_history(method: type[Nat
     decay = 0.6
     model, optimizer = build(method, factors_every=1, factor_decay=decay)
     seen, fishers = history(optimizer, model, vectors(6))
-    weights = torch.tensor([decay**i for i in reversed(range(6))]).double()
+    weights = torch.tensor([decay**i for i in reversed(range(6))], dtype=torch.float64)
     sigma = (weights * torch.stack([block.trace() for block in fishers])).sum() / weights.sum()
     moments = seen[-1].moments.values
     assert_close(moments.scale[0], sigma)

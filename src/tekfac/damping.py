@@ -237,7 +237,7 @@ def as_rule(damping: float | DampingRule | None, own_rule: DampingRule) -> Dampi
         return own_rule
     if isinstance(damping, Real) and not isinstance(damping, bool):
         return Tikhonov(float(damping))
-    if isinstance(damping, DampingRule):
+    if isinstance(damping, DampingRule) and not isinstance(damping, type):
         return damping
     raise ValueError(
         f"Invalid damping: {damping!r}. Expected None (the method's own rule), a positive number or a "

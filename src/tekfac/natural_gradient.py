@@ -176,22 +176,34 @@ class NaturalGradient(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        batches, problems = self._capture.batches, [*self._capture.problems, *self._non_finite(loss)]
-        due = self._due()
+        problem = self._try_step(loss)
+        if problem is not None:
+            self._skip(problem)
+        return loss
+
+    def _try_step(self, loss: object) -> str | None:
+        """Take the step, or say what keeps it from being taken; then nothing has changed."""
+        if loss is not None and not bool(torch.isfinite(torch.as_tensor(loss)).all()):
+            return f"the loss is {float(loss)}"  # type: ignore[arg-type]
+        if self._capture.problems:
+            return "; ".join(self._capture.problems)
+        due, batches, before = self._due(), self._capture.batches, self._network.blocks
         try:
-            if problems:
-                raise NonFiniteStatisticsError("; ".join(problems))
             blocks = self._network.refreshed(batches, due)
         except NonFiniteStatisticsError as error:
-            self._skip(str(error))
-            return loss
-        self._capture.clear()
+            return str(error)
         if due.basis or batches:
             self._network.blocks = blocks
-        self._update()
+        directions = self._directions()
+        problem = self._non_finite(directions)
+        if problem is not None:
+            self._network.blocks = before
+            return problem
+        self._capture.clear()
+        self._update(directions)
         self.num_steps += 1
         self._arm()
-        return loss
+        return None
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the gradients, and the statistics of the backward passes that made them."""
@@ -211,27 +223,31 @@ class NaturalGradient(Optimizer):
             rescaling=self.method.rescaling.measured and k % settings.rescaling_every == 0,
         )
 
-    def _update(self) -> None:
-        """Precondition, clip, and move the parameters."""
+    def _directions(self) -> dict[Tensor, Tensor]:
+        """What each parameter with a gradient moves along: the natural gradient, clipped, or the raw one."""
         groups = self._group_of()
         rules = {
             name: as_rule(groups[layer.weight]["damping"], self._own_damping)
             for name, layer in self._layers.items()
         }
-        directions = self._network.natural_gradients(rules)
-        self._report_unseen()
+        natural = self._network.natural_gradients(rules)
         clip = self._settings.kl_clip
-        if clip is not None and directions:
+        if clip is not None and natural:
             coefficient = kl_coefficient(
-                ((groups[p]["lr"], p.grad, d) for p, d in directions.items()),  # type: ignore[misc]
+                ((groups[p]["lr"], p.grad, direction) for p, direction in natural.items()),  # type: ignore[misc]
                 clip,
             )
-            directions = {p: d * coefficient.to(d.dtype) for p, d in directions.items()}
+            natural = {p: direction * coefficient.to(direction.dtype) for p, direction in natural.items()}
+        return {p: natural.get(p, p.grad) for p in groups if p.grad is not None}
+
+    def _update(self, directions: Mapping[Tensor, Tensor]) -> None:
+        """Move the parameters."""
+        self._report_unseen()
         for group in self.param_groups:
-            trained = [p for p in group["params"] if p.grad is not None]
+            trained = [p for p in group["params"] if p in directions]
             apply_update(
                 trained,
-                [directions.get(p, p.grad) for p in trained],
+                [directions[p] for p in trained],
                 [self._velocity(p) for p in trained] if group["momentum"] else [],
                 lr=group["lr"],
                 momentum=group["momentum"],
@@ -246,24 +262,19 @@ class NaturalGradient(Optimizer):
 
     # -- what can go wrong in a step -------------------------------------------------------------------
 
-    def _non_finite(self, loss: object) -> list[str]:
-        """What is not finite in this step, in words."""
-        problems = []
-        if loss is not None and not bool(torch.isfinite(torch.as_tensor(loss)).all()):
-            problems.append(f"the loss is {float(loss)}")  # type: ignore[arg-type]
-        owners = [(p, p.grad) for group in self.param_groups for p in group["params"]]
-        gradients = [(p, grad) for p, grad in owners if grad is not None]
-        if gradients:
-            largest = torch._foreach_norm([grad for _, grad in gradients], float("inf"))
-            if not bool(torch.isfinite(torch.stack([x.float() for x in largest])).all()):
-                bad = [
-                    self._names.get(p, "a parameter")
-                    for (p, _), norm in zip(gradients, largest, strict=True)
-                    if not bool(torch.isfinite(norm))
-                ]
-                more = f" and {len(bad) - 3} more" if len(bad) > 3 else ""
-                problems.append(f"the gradient of {', '.join(bad[:3])}{more} is not finite")
-        return problems
+    def _non_finite(self, directions: Mapping[Tensor, Tensor]) -> str | None:
+        """Which parameters would move along something that is not finite, in words."""
+        if not directions:
+            return None
+        largest = torch._foreach_norm(list(directions.values()), float("inf"))
+        finite = torch.isfinite(torch.stack([norm.float() for norm in largest]))
+        if bool(finite.all()):
+            return None
+        bad = [
+            self._names.get(p, "a parameter") for p, good in zip(directions, finite, strict=True) if not good
+        ]
+        more = f" and {len(bad) - 3} more" if len(bad) > 3 else ""
+        return f"the gradient of {', '.join(bad[:3])}{more} is not finite"
 
     def _skip(self, problem: str) -> None:
         """Leave everything as it was before this step's forward pass."""

@@ -1,0 +1,152 @@
+"""methods.py is the whole difference between the four methods; no other file asks for a method's name."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import tekfac
+from dense import METHODS
+from tekfac import EKFAC, KFAC, TEKFAC, TKFAC, methods
+from tekfac.factors import PLAIN, TRACE_RESTRICTED
+from tekfac.natural_gradient import NaturalGradient
+from tekfac.rescaling import CORRECTED, PRODUCT
+from training import mlp
+
+SOURCE = Path(tekfac.__file__).parent
+NAMES = {"KFAC", "EKFAC", "TKFAC", "TEKFAC"}
+MAY_NAME_METHODS = {"methods.py", "optimizers.py", "__init__.py"}
+
+PROMISED: list[tuple[str, Any]] = [  # the issue's signature, in its order
+    ("lr", 1e-3),
+    ("momentum", 0.9),
+    ("weight_decay", 0.0),
+    ("damping", None),
+    ("trace_floor", 1e-2),
+    ("factor_decay", 0.95),
+    ("rescaling_decay", 0.95),
+    ("factors_every", 50),
+    ("basis_every", 50),
+    ("rescaling_every", 50),
+    ("fisher", "sampled"),
+    ("likelihood", "categorical"),
+    ("sharing", "exact"),
+    ("kl_clip", None),
+]
+NO_RESCALING = {"rescaling_decay": 0.9, "rescaling_every": 10}
+NO_NORMALISATION = {"trace_floor": 0.1, "beta": "add", "averaging": "moments"}
+REFUSED: dict[type[NaturalGradient], dict[str, Any]] = {
+    KFAC: NO_RESCALING | NO_NORMALISATION,
+    EKFAC: NO_NORMALISATION,
+    TKFAC: NO_RESCALING,
+    TEKFAC: {},
+}
+
+
+def test_the_table_is_two_choices_of_factors_times_two_of_rescaling() -> None:
+    assert {m.name: (m.factors, m.rescaling) for m in methods.ALL} == {
+        "KFAC": (PLAIN, PRODUCT),
+        "EKFAC": (PLAIN, CORRECTED),
+        "TKFAC": (TRACE_RESTRICTED, PRODUCT),
+        "TEKFAC": (TRACE_RESTRICTED, CORRECTED),
+    }
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_each_class_is_its_row_and_nothing_else(method: type[NaturalGradient]) -> None:
+    assert method.method.name == method.__name__
+    own = {name for name in vars(method) if not (name.startswith("__") and name.endswith("__"))}
+    assert own - {"step"} == {"method"}  # torch puts its profiling wrapper of step() into every class
+    assert "step" not in (SOURCE / "optimizers.py").read_text()
+
+
+def names_in(tree: ast.AST) -> list[str]:
+    """Methods' names as identifiers, attributes or whole strings; docstrings and comments do not count."""
+    found = []
+    for node in ast.walk(tree):
+        name = {
+            ast.Name: lambda n: n.id,
+            ast.Attribute: lambda n: n.attr,
+            ast.Constant: lambda n: n.value,
+            ast.alias: lambda n: n.name,
+        }.get(type(node), lambda n: None)(node)  # type: ignore[no-untyped-call]
+        if isinstance(name, str) and name.strip() in NAMES:
+            found.append(f"{name} in line {getattr(node, 'lineno', '?')}")
+    return found
+
+
+@pytest.mark.parametrize("path", sorted(SOURCE.glob("*.py")), ids=lambda path: path.name)
+def test_no_other_file_knows_a_methods_name(path: Path) -> None:
+    tree = ast.parse(path.read_text())
+    if path.name in MAY_NAME_METHODS:
+        return
+    assert names_in(tree) == []
+
+
+def test_the_file_of_the_classes_takes_no_decisions() -> None:
+    tree = ast.parse((SOURCE / "optimizers.py").read_text())
+    decisions = (ast.If, ast.IfExp, ast.Match, ast.Compare, ast.BoolOp, ast.FunctionDef)
+    assert not [node for node in ast.walk(tree) if isinstance(node, decisions)]
+
+
+def test_methods_py_itself_does_not_branch_on_names() -> None:
+    """It asks a row for its choices, so that a fifth row needs no change elsewhere."""
+    tree = ast.parse((SOURCE / "methods.py").read_text())
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Compare):
+            assert names_in(node) == []
+
+
+def test_the_signature_is_the_promised_one() -> None:
+    parameters = inspect.signature(TEKFAC).parameters
+    assert list(parameters)[0] == "model"
+    promised = [name for name in parameters if name in dict(PROMISED)]
+    assert promised == [name for name, _ in PROMISED]
+    assert {name: parameters[name].default for name, _ in PROMISED} == dict(PROMISED)
+    positional = [n for n, p in parameters.items() if p.kind is p.POSITIONAL_OR_KEYWORD]
+    assert positional == ["model", "lr", "momentum", "weight_decay"]
+    assert all(p.kind is p.KEYWORD_ONLY for n, p in parameters.items() if n not in positional)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_each_signature_shows_what_is_taken_and_not_what_is_refused(method: type[NaturalGradient]) -> None:
+    every, own = set(inspect.signature(TEKFAC).parameters), set(inspect.signature(method).parameters)
+    assert own == every - set(REFUSED[method])
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_every_shown_default_is_accepted_and_is_the_default(method: type[NaturalGradient]) -> None:
+    parameters = inspect.signature(method).parameters
+    optimizer = method(mlp(), **{name: p.default for name, p in parameters.items() if name != "model"})
+    assert optimizer.defaults == method(mlp()).defaults
+
+
+@pytest.mark.parametrize(
+    ("method", "key", "value"), [(m, key, value) for m, refused in REFUSED.items() for key, value in refused.items()]
+)
+def test_keywords_without_a_meaning_for_a_method_are_refused_by_name_with_the_reason(
+    method: type[NaturalGradient], key: str, value: Any
+) -> None:
+    with pytest.raises(TypeError, match=rf"{method.__name__} takes no '{key}': .+") as error:
+        method(mlp(), **{key: value})
+    reason = "re-scales by" if key in NO_RESCALING else "plain factors"
+    assert reason in str(error.value)
+
+
+@pytest.mark.parametrize("method", [KFAC, EKFAC])
+def test_a_sharing_that_plain_factors_do_not_have_is_refused_with_those_they_have(
+    method: type[NaturalGradient],
+) -> None:
+    with pytest.raises(ValueError, match=rf"Unknown sharing: 'exact'.*expand, reduce for {method.__name__}"):
+        method(mlp(), sharing="exact")
+    assert inspect.signature(method).parameters["sharing"].default == "expand"
+
+
+def test_help_shows_each_keyword(capsys: pytest.CaptureFixture[str]) -> None:
+    help(TEKFAC)
+    shown = capsys.readouterr().out
+    assert all(f"{name}=" in shown or f"{name}:" in shown for name, _ in PROMISED)
