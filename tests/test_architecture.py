@@ -69,7 +69,9 @@ def test_no_modules_import_each_other_in_a_circle() -> None:
 
 
 def test_hooks_are_registered_in_capture_alone() -> None:
-    registering = {path.stem for path in SOURCE.glob("*.py") if re.search(r"register_\w*hook", path.read_text())}
+    registering = {
+        path.stem for path in SOURCE.glob("*.py") if re.search(r"register_\w*hook", path.read_text())
+    }
     assert registering == {"capture"}
 
 

@@ -9,14 +9,14 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
-
 from dense import METHODS
+from torch import Tensor, nn
+from training import assert_identical, backward, cnn, everything, images, mlp, train, vectors
+
 from tekfac import EKFAC, KFAC, TEKFAC, TKFAC
 from tekfac.damping import BesideConvolutions, Factored, Tikhonov, TraceBased
 from tekfac.likelihoods import Categorical, Gaussian, OutputShapeError
 from tekfac.natural_gradient import NaturalGradient
-from training import assert_identical, backward, cnn, everything, images, mlp, train, vectors
 
 NAN, INFINITY = float("nan"), float("inf")
 
@@ -74,7 +74,9 @@ def test_parameters_instead_of_the_model_are_refused(method: type[NaturalGradien
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_a_model_without_a_supported_layer_is_refused_with_what_is_supported(method: type[NaturalGradient]) -> None:
+def test_a_model_without_a_supported_layer_is_refused_with_what_is_supported(
+    method: type[NaturalGradient],
+) -> None:
     model = nn.Sequential(nn.Embedding(4, 3), nn.LayerNorm(3))
     with pytest.raises(ValueError, match=rf"{method.__name__} found no layer.*nn\.Linear.*nn\.Conv2d.*SGD"):
         method(model)
@@ -91,7 +93,9 @@ def test_a_lazy_layer_that_has_not_seen_data_is_refused_by_name() -> None:
 
 
 @pytest.mark.parametrize("shape", [(), (6,)])
-def test_logits_without_an_axis_of_classes_are_refused_with_the_shapes_that_fit(shape: tuple[int, ...]) -> None:
+def test_logits_without_an_axis_of_classes_are_refused_with_the_shapes_that_fit(
+    shape: tuple[int, ...],
+) -> None:
     class Odd(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -210,7 +214,7 @@ def test_factored_damping_is_refused_where_there_is_no_product_and_nothing_is_mo
 
 def test_a_rule_for_networks_with_convolutions_is_refused_in_one_without() -> None:
     model = mlp()
-    with pytest.raises(ValueError, match="at least one preconditioned convolution"):  # noqa: PT012
+    with pytest.raises(ValueError, match="at least one preconditioned convolution"):
         train(model, TKFAC(model, damping=BesideConvolutions()), vectors(1))
 
 

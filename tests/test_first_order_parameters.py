@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
-
 from dense import METHODS
+from torch import Tensor, nn
+from training import assert_identical, cnn, images, mlp, train, vectors
+
 from tekfac import TEKFAC
 from tekfac.natural_gradient import NaturalGradient
-from training import assert_identical, cnn, images, mlp, train, vectors
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -38,7 +38,9 @@ def test_their_rate_is_that_of_the_layers_where_none_is_given() -> None:
     assert [group["lr"] for group in TEKFAC(cnn(), lr=0.02).param_groups] == [0.02, 0.02]
 
 
-@pytest.mark.parametrize("choose", [lambda m: ["4"], lambda m: m[4], lambda m: m[4].parameters(), lambda m: "4"])
+@pytest.mark.parametrize(
+    "choose", [lambda m: ["4"], lambda m: m[4], lambda m: m[4].parameters(), lambda m: "4"]
+)
 def test_a_layer_can_be_left_to_first_order_by_name_module_or_parameters(choose: Any) -> None:
     model = cnn()
     optimizer = TEKFAC(model, lr=0.01, momentum=0.0, first_order=choose(model), first_order_lr=0.25)
@@ -89,7 +91,9 @@ def test_frozen_parameters_are_left_alone() -> None:
     assert "4" in optimizer.curvature
 
 
-def test_a_trained_bias_beside_a_frozen_weight_has_the_first_order_rate(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_trained_bias_beside_a_frozen_weight_has_the_first_order_rate(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     model = mlp()
     model[0].weight.requires_grad_(False)
     with caplog.at_level(logging.INFO, "tekfac"):
@@ -150,7 +154,9 @@ def test_a_parametrized_weight_is_left_to_first_order_with_a_reason(caplog: pyte
     assert set(optimizer.curvature) == {"2"}
 
 
-def test_projections_of_multi_head_attention_are_left_to_first_order(caplog: pytest.LogCaptureFixture) -> None:
+def test_projections_of_multi_head_attention_are_left_to_first_order(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     class Attention(nn.Module):
         def __init__(self) -> None:
             super().__init__()

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from typing import Any
 
+import oracle
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
-
-import oracle
 from dense import METHODS, assert_close, dense_block, oracle_block, sample_loss
+from torch import Tensor, nn
+from training import assert_identical, backward, cnn, copied, everything, images, mlp, train, vectors
+
 from tekfac import KFAC, TEKFAC, TKFAC
 from tekfac.natural_gradient import NaturalGradient
-from training import assert_identical, backward, cnn, copied, everything, images, mlp, train, vectors
 
 FISHERS = ("sampled", "empirical", "exact")
 LAYERS = ("0", "2")
@@ -50,7 +50,8 @@ def test_empirical_is_of_the_training_labels(method: type[NaturalGradient], laye
     samples = oracle.per_sample(mlp(), sample_loss, inputs, labels, layer)
     sharing = "exact" if method in (TKFAC, TEKFAC) else "expand"
     assert_close(
-        dense_block(measure(method, fisher="empirical").curvature[layer]), oracle_block(method, samples, sharing)
+        dense_block(measure(method, fisher="empirical").curvature[layer]),
+        oracle_block(method, samples, sharing),
     )
 
 
@@ -98,7 +99,13 @@ def test_the_average_of_many_draws_converges_to_the_exact_fisher() -> None:
     for draws in (20, 1000):
         model = mlp()
         optimizer = TKFAC(
-            model, lr=1e-30, factor_decay=1 - 1e-12, factors_every=1, basis_every=10**6, fisher="sampled", seed=0
+            model,
+            lr=1e-30,
+            factor_decay=1 - 1e-12,
+            factors_every=1,
+            basis_every=10**6,
+            fisher="sampled",
+            seed=0,
         )
         train(model, optimizer, vectors(1) * draws)
         mean, expected = optimizer.curvature["0"].moments.values, exact.curvature["0"].moments.values

@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
-
 from dense import METHODS, assert_close, sharings
+from torch import Tensor, nn
+from training import Batch, mlp, train, vectors
+
 from tekfac import TEKFAC
 from tekfac.natural_gradient import NaturalGradient
 from tekfac.rows import LayerBatch, Rows
-from training import Batch, mlp, train, vectors
 
 BUDGETS = (1, 700, 5000, 20_000)
 UNLIMITED = 10**12
@@ -55,7 +55,9 @@ def measured(method: type[NaturalGradient], budget: int, **settings: Any) -> Nat
 
 @pytest.mark.parametrize(("method", "sharing"), [(m, s) for m in METHODS for s in sharings(m)])
 @pytest.mark.parametrize("fisher", ["sampled", "exact"])
-def test_statistics_are_the_same_for_any_budget(method: type[NaturalGradient], sharing: str, fisher: str) -> None:
+def test_statistics_are_the_same_for_any_budget(
+    method: type[NaturalGradient], sharing: str, fisher: str
+) -> None:
     whole = measured(method, UNLIMITED, sharing=sharing, fisher=fisher)
     for budget in BUDGETS:
         parts = measured(method, budget, sharing=sharing, fisher=fisher)

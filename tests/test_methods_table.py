@@ -8,14 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from dense import METHODS
+from training import mlp
 
 import tekfac
-from dense import METHODS
 from tekfac import EKFAC, KFAC, TEKFAC, TKFAC, methods
 from tekfac.factors import PLAIN, TRACE_RESTRICTED
 from tekfac.natural_gradient import NaturalGradient
 from tekfac.rescaling import CORRECTED, PRODUCT
-from training import mlp
 
 SOURCE = Path(tekfac.__file__).parent
 NAMES = {"KFAC", "EKFAC", "TKFAC", "TEKFAC"}
@@ -103,7 +103,7 @@ def test_methods_py_itself_does_not_branch_on_names() -> None:
 
 def test_the_signature_is_the_promised_one() -> None:
     parameters = inspect.signature(TEKFAC).parameters
-    assert list(parameters)[0] == "model"
+    assert next(iter(parameters)) == "model"
     promised = [name for name in parameters if name in dict(PROMISED)]
     assert promised == [name for name, _ in PROMISED]
     assert {name: parameters[name].default for name, _ in PROMISED} == dict(PROMISED)
@@ -126,7 +126,8 @@ def test_every_shown_default_is_accepted_and_is_the_default(method: type[Natural
 
 
 @pytest.mark.parametrize(
-    ("method", "key", "value"), [(m, key, value) for m, refused in REFUSED.items() for key, value in refused.items()]
+    ("method", "key", "value"),
+    [(m, key, value) for m, refused in REFUSED.items() for key, value in refused.items()],
 )
 def test_keywords_without_a_meaning_for_a_method_are_refused_by_name_with_the_reason(
     method: type[NaturalGradient], key: str, value: Any

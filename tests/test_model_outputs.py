@@ -11,12 +11,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from training import assert_identical, everything, vectors
 
 from tekfac import TEKFAC
 from tekfac.likelihoods import OutputShapeError
-from training import assert_identical, everything, vectors
 
-Pair = namedtuple("Pair", ["logits", "features"])  # noqa: PYI024 - the untyped kind is what is meant
+Pair = namedtuple("Pair", ["logits", "features"])
 
 
 @dataclass
@@ -63,7 +63,10 @@ FOUND: dict[str, tuple[Callable[[Tensor, Tensor], Any], Callable[[Any], Tensor]]
     "list": (lambda z, h: [z, h], lambda out: out[0]),
     "tuple that starts with None": (lambda z, h: (None, z), lambda out: out[1]),
     "named tuple": (lambda z, h: Pair(z, h), lambda out: out.logits),
-    "named tuple, logits not first": (lambda z, h: namedtuple("P", "features logits")(h, z), lambda out: out.logits),  # noqa: PYI024
+    "named tuple, logits not first": (
+        lambda z, h: namedtuple("P", "features logits")(h, z),
+        lambda out: out.logits,
+    ),
     "dataclass": (lambda z, h: Output(h, z), lambda out: out.logits),
 }
 
@@ -85,9 +88,7 @@ def test_a_selector_finds_them_anywhere_else() -> None:
 
 
 def test_a_selector_is_preferred_to_what_would_be_found() -> None:
-    assert_identical(
-        run(lambda z, h: (h, z), lambda out: out[1], outputs=lambda out: out[1]), plain()
-    )
+    assert_identical(run(lambda z, h: (h, z), lambda out: out[1], outputs=lambda out: out[1]), plain())
 
 
 def test_a_loss_computed_inside_the_model_is_no_hindrance() -> None:
@@ -124,7 +125,8 @@ def test_a_layer_called_with_a_keyword_is_recorded() -> None:
 
 
 @pytest.mark.parametrize(
-    "wrap", [lambda z, h: {"a": z, "b": h}, lambda z, h: "text", lambda z, h: None, lambda z, h: (None, "text")]
+    "wrap",
+    [lambda z, h: {"a": z, "b": h}, lambda z, h: "text", lambda z, h: None, lambda z, h: (None, "text")],
 )
 def test_what_cannot_be_read_is_refused_with_the_way_out(wrap: Callable[[Tensor, Tensor], Any]) -> None:
     model = Wrapped(wrap)

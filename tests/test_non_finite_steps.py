@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
-
 from dense import METHODS
+from torch import Tensor, nn
+from training import Batch, assert_identical, backward, differences, everything, mlp, train, vectors
+
 from tekfac import EKFAC, KFAC, TEKFAC
 from tekfac.natural_gradient import NaturalGradient
-from training import Batch, assert_identical, backward, differences, everything, mlp, train, vectors
 
 NAN, INFINITY = float("nan"), float("inf")
 INTERVALS = {"factors_every": 2, "basis_every": 4}
@@ -190,13 +190,13 @@ def test_a_finite_gradient_whose_natural_gradient_overflows_is_skipped(method: t
 
 
 def test_a_large_gradient_in_float64_is_finite() -> None:
-    """1e39 is beyond float32, not beyond the numbers that are trained here."""
+    """1e45 is beyond float32, not beyond the numbers that are trained here."""
     model = mlp()
-    optimizer = EKFAC(model, lr=1e-40, damping=1.0)
+    optimizer = EKFAC(model, lr=1e-50, damping=1.0)
     optimizer.zero_grad()
     backward(model, BAD)
     for parameter in model.parameters():
-        parameter.grad.mul_(1e39)  # type: ignore[union-attr]
+        parameter.grad.mul_(1e45)  # type: ignore[union-attr]
     optimizer.step()
     assert optimizer.skipped_steps == 0
     assert optimizer.num_steps == 1

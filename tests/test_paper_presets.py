@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 import torch
-
 from dense import METHODS
+from training import assert_identical, cnn, everything, images, mlp, train, vectors
+
 from tekfac import EKFAC, KFAC, TEKFAC, TKFAC
 from tekfac.damping import BesideConvolutions, TraceBased
 from tekfac.natural_gradient import NaturalGradient
-from training import assert_identical, cnn, everything, images, mlp, train, vectors
 
 ALL: dict[str, Any] = {
     "lr": 1e-3,
@@ -59,7 +59,9 @@ def test_the_intervals_are_those_of_the_paper(method: type[NaturalGradient]) -> 
             factors.append(k)
         if old is None or new.basis is not old.basis:
             bases.append(k)
-        if new.theta is not None and (old is None or old.theta is None or new.theta.weight != old.theta.weight):
+        if new.theta is not None and (
+            old is None or old.theta is None or new.theta.weight != old.theta.weight
+        ):
             thetas.append(k)
         old = new
     assert factors == [0, 50, 100, 150, 200]

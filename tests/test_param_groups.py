@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from typing import Any
 
+import oracle
 import pytest
 import torch
-from torch import Tensor, nn
-
-import oracle
 from dense import METHODS, assert_close, dense_block
+from torch import Tensor, nn
+from training import assert_identical, backward, cnn, everything, images, mlp, train, vectors
+
 from tekfac import EKFAC, TEKFAC
 from tekfac.damping import Tikhonov, TraceBased
 from tekfac.natural_gradient import NaturalGradient
-from training import assert_identical, backward, cnn, everything, images, mlp, train, vectors
 
 
 def deltas(model: nn.Module, optimizer: NaturalGradient, batch: tuple[Tensor, Tensor]) -> dict[str, Tensor]:
@@ -40,9 +40,16 @@ def test_without_param_groups_there_is_one_for_layers_and_one_for_the_rest() -> 
 
 
 def test_a_group_takes_what_it_does_not_say_from_the_optimizer() -> None:
-    optimizer = TEKFAC(mlp(), lr=0.1, momentum=0.5, weight_decay=0.01, damping=0.2, param_groups=[{"params": ["0"]}])
+    optimizer = TEKFAC(
+        mlp(), lr=0.1, momentum=0.5, weight_decay=0.01, damping=0.2, param_groups=[{"params": ["0"]}]
+    )
     for group in optimizer.param_groups:
-        assert (group["lr"], group["momentum"], group["weight_decay"], group["damping"]) == (0.1, 0.5, 0.01, 0.2)
+        assert (group["lr"], group["momentum"], group["weight_decay"], group["damping"]) == (
+            0.1,
+            0.5,
+            0.01,
+            0.2,
+        )
 
 
 def test_learning_rates_are_per_group() -> None:
@@ -62,7 +69,9 @@ def test_weight_and_bias_of_a_layer_may_have_different_rates() -> None:
 def test_weight_decay_is_per_group() -> None:
     plain, start = one_step(), dict(mlp().named_parameters())
     grouped = one_step(param_groups=[{"params": ["0.weight"], "weight_decay": 0.5}])
-    assert_close(grouped["0.weight"], plain["0.weight"] - 2.0**-6 * 0.5 * start["0.weight"].detach(), rtol=1e-9)
+    assert_close(
+        grouped["0.weight"], plain["0.weight"] - 2.0**-6 * 0.5 * start["0.weight"].detach(), rtol=1e-9
+    )
     assert_close(grouped["0.bias"], plain["0.bias"], rtol=1e-12)
 
 
@@ -78,7 +87,12 @@ def test_momentum_is_per_group() -> None:
 def test_damping_is_per_group_and_equals_the_dense_solve(method: type[NaturalGradient]) -> None:
     model, (batch,) = mlp(), vectors(1)
     optimizer = method(
-        model, lr=1.0, momentum=0.0, damping=0.1, param_groups=[{"params": ["2"], "damping": 0.7}], fisher="exact"
+        model,
+        lr=1.0,
+        momentum=0.0,
+        damping=0.1,
+        param_groups=[{"params": ["2"], "damping": 0.7}],
+        fisher="exact",
     )
     steps = deltas(model, optimizer, batch)
     for name, damping in (("0", 0.1), ("2", 0.7)):
@@ -155,7 +169,10 @@ def test_a_layer_can_be_left_to_first_order_by_its_group() -> None:
 
 def test_a_first_order_group_without_a_rate_has_the_first_order_rate() -> None:
     optimizer = TEKFAC(
-        mlp(), lr=0.001, first_order_lr=0.1, param_groups=[{"params": ["0"], "first_order": True, "momentum": 0.5}]
+        mlp(),
+        lr=0.001,
+        first_order_lr=0.1,
+        param_groups=[{"params": ["0"], "first_order": True, "momentum": 0.5}],
     )
     assert optimizer.param_groups[0]["lr"] == 0.1
 
@@ -186,7 +203,13 @@ def test_a_group_without_params_is_refused(group: dict[str, Any]) -> None:
         TEKFAC(mlp(), param_groups=[group])
 
 
-BAD_VALUES = [("lr", -1.0), ("momentum", 1.0), ("weight_decay", -0.1), ("damping", -1.0), ("first_order", "yes")]
+BAD_VALUES = [
+    ("lr", -1.0),
+    ("momentum", 1.0),
+    ("weight_decay", -0.1),
+    ("damping", -1.0),
+    ("first_order", "yes"),
+]
 
 
 @pytest.mark.parametrize(("key", "value"), BAD_VALUES)

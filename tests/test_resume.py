@@ -6,12 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
-
 from dense import METHODS
-from tekfac import EKFAC, KFAC, TEKFAC
-from tekfac.damping import TraceBased
-from tekfac.natural_gradient import NaturalGradient
+from torch import nn
 from training import (
     assert_identical,
     backward,
@@ -24,6 +20,10 @@ from training import (
     train,
     vectors,
 )
+
+from tekfac import EKFAC, KFAC, TEKFAC
+from tekfac.damping import TraceBased
+from tekfac.natural_gradient import NaturalGradient
 
 Run = tuple[nn.Module, NaturalGradient, Any]
 CYCLE = 6
@@ -67,7 +67,9 @@ def resumed_everywhere(method: type[NaturalGradient], **settings: Any) -> None:
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_resuming_at_any_step_of_two_refresh_cycles_gives_the_same_bits(method: type[NaturalGradient]) -> None:
+def test_resuming_at_any_step_of_two_refresh_cycles_gives_the_same_bits(
+    method: type[NaturalGradient],
+) -> None:
     resumed_everywhere(method)
 
 
@@ -117,7 +119,9 @@ def test_a_state_loaded_into_a_used_optimizer_replaces_all_it_had() -> None:
     """As when a diverged run goes back to its last good checkpoint."""
     data = images(8)
     run, other = (cnn(), cnn(seed=5))
-    optimizer, used = (TEKFAC(m, lr=0.05, factors_every=2, basis_every=4, rescaling_every=2) for m in (run, other))
+    optimizer, used = (
+        TEKFAC(m, lr=0.05, factors_every=2, basis_every=4, rescaling_every=2) for m in (run, other)
+    )
     train(run, optimizer, data[:4])
     saved = copied([run.state_dict(), optimizer.state_dict()])
     train(other, used, images(7, seed=9))
@@ -131,7 +135,9 @@ def test_a_state_loaded_into_a_used_optimizer_replaces_all_it_had() -> None:
 def test_a_backward_pass_made_before_loading_is_forgotten() -> None:
     data = vectors(3)
     run, other = mlp(), mlp(seed=5)
-    optimizer, used = (TEKFAC(m, lr=0.05, factors_every=1, basis_every=1, rescaling_every=1) for m in (run, other))
+    optimizer, used = (
+        TEKFAC(m, lr=0.05, factors_every=1, basis_every=1, rescaling_every=1) for m in (run, other)
+    )
     train(run, optimizer, data[:1])
     backward(other, vectors(1, seed=8)[0])  # captured, never stepped
     other.load_state_dict(run.state_dict())
@@ -235,8 +241,12 @@ def test_a_wider_network_is_refused_and_the_differing_layers_named() -> None:
 
 def test_missing_and_additional_layers_are_named() -> None:
     deeper, model = mlp(sizes=(5, 4, 3, 3)), mlp(sizes=(5, 4, 3))
-    assert "layer '4' is in the saved state only" in refused(trained(model), model, trained(deeper).state_dict())
-    assert "layer '4' is not in the saved state" in refused(trained(deeper), deeper, trained(model).state_dict())
+    assert "layer '4' is in the saved state only" in refused(
+        trained(model), model, trained(deeper).state_dict()
+    )
+    assert "layer '4' is not in the saved state" in refused(
+        trained(deeper), deeper, trained(model).state_dict()
+    )
 
 
 def test_other_groups_are_refused() -> None:

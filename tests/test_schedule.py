@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from typing import Any
 
+import oracle
 import pytest
 import torch
-from torch import Tensor, nn
-
-import oracle
 from dense import METHODS, assert_close, dense_block
+from torch import Tensor, nn
+from training import Batch, mlp, train, vectors
+
 from tekfac import EKFAC, KFAC, TEKFAC, TKFAC
 from tekfac.curvature import LayerCurvature
 from tekfac.natural_gradient import NaturalGradient
-from training import Batch, mlp, train, vectors
 
 CORRECTED = (EKFAC, TEKFAC)
 LAYER = "0"
@@ -138,7 +138,9 @@ def test_theta_is_first_rotated_and_then_averaged_with_what_is_measured_in_the_n
 
 
 @pytest.mark.parametrize("method", CORRECTED)
-def test_the_sum_of_theta_is_the_average_of_the_traces_whatever_the_basis_does(method: type[NaturalGradient]) -> None:
+def test_the_sum_of_theta_is_the_average_of_the_traces_whatever_the_basis_does(
+    method: type[NaturalGradient],
+) -> None:
     decay = 0.6
     model, optimizer = build(method, factors_every=1, basis_every=1, rescaling_every=1, rescaling_decay=decay)
     seen, fishers = history(optimizer, model, vectors(6))
@@ -169,7 +171,9 @@ def test_the_papers_way_averages_the_normalised_factors(method: type[NaturalGrad
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_a_basis_due_where_no_factors_are_is_taken_from_the_moments_there_are(method: type[NaturalGradient]) -> None:
+def test_a_basis_due_where_no_factors_are_is_taken_from_the_moments_there_are(
+    method: type[NaturalGradient],
+) -> None:
     model, optimizer = build(method, factors_every=4, basis_every=3)
     seen, _ = history(optimizer, model, vectors(7))
     assert seen[3].moments is seen[0].moments

@@ -1,20 +1,20 @@
-"""Modules used twice and parameters tied between modules are preconditioned rightly, or left with a reason."""
+"""Modules used twice and tied parameters are preconditioned rightly, or left to first order with a reason."""
 
 from __future__ import annotations
 
 import logging
 from typing import Any
 
+import oracle
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
-
-import oracle
 from dense import METHODS, RTOL, assert_close, dense_block
+from torch import Tensor, nn
+from training import Batch, train, vectors
+
 from tekfac import EKFAC, KFAC, TEKFAC
 from tekfac.natural_gradient import NaturalGradient
-from training import Batch, train, vectors
 
 
 class Twice(nn.Module):
@@ -41,7 +41,9 @@ def column_gradients(model: nn.Module, batch: Batch, weight: Tensor, bias: Tenso
     for n in range(len(batch[0])):
         logits = model(batch[0][n : n + 1])
         for k in range(logits.shape[-1]):
-            grads = torch.autograd.grad(oracle.softmax_column(k)(logits, logits), [weight, bias], retain_graph=True)
+            grads = torch.autograd.grad(
+                oracle.softmax_column(k)(logits, logits), [weight, bias], retain_graph=True
+            )
             matrices.append(torch.cat([grads[0], grads[1][:, None]], 1))
     return torch.stack(matrices) * logits.shape[-1] ** 0.5
 

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
+import oracle
 import pytest
 import torch
-from torch import Tensor, nn
-
-import oracle
 from dense import METHODS, assert_close, dense_block
+from torch import Tensor, nn
+from training import assert_identical, backward, cnn, copied, everything, images, mlp, train, vectors
+
 from tekfac import EKFAC, TEKFAC
 from tekfac.natural_gradient import NaturalGradient
-from training import assert_identical, backward, cnn, copied, everything, images, mlp, train, vectors
 
 DAMPING = 0.1
 
@@ -39,12 +39,20 @@ def gradients(model: nn.Module) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("kl_clip", [None, 1e-6, 1e3])
 @pytest.mark.parametrize("method", METHODS)
-def test_steps_follow_the_order_of_the_reference(method: type[NaturalGradient], kl_clip: float | None) -> None:
+def test_steps_follow_the_order_of_the_reference(
+    method: type[NaturalGradient], kl_clip: float | None
+) -> None:
     """P g; clip it; v = momentum v + P g; w = (1 - lr decay) w - lr v; with a rate that changes."""
     momentum, decay = 0.8, 0.3
     model = mlp()
     optimizer = method(
-        model, lr=1.0, momentum=momentum, weight_decay=decay, damping=DAMPING, kl_clip=kl_clip, factors_every=2
+        model,
+        lr=1.0,
+        momentum=momentum,
+        weight_decay=decay,
+        damping=DAMPING,
+        kl_clip=kl_clip,
+        factors_every=2,
     )
     velocity = {name: torch.zeros_like(p) for name, p in parameters(model).items()}
     for lr, batch in zip((0.1, 0.1, 0.02, 0.3), vectors(4), strict=True):
@@ -63,10 +71,14 @@ def test_steps_follow_the_order_of_the_reference(method: type[NaturalGradient], 
 # -- the KL clip ---------------------------------------------------------------------------------------
 
 
-def clipped_step(kl_clip: float | None, lr: float = 0.5, **settings: Any) -> tuple[nn.Module, dict[str, Tensor]]:
+def clipped_step(
+    kl_clip: float | None, lr: float = 0.5, **settings: Any
+) -> tuple[nn.Module, dict[str, Tensor]]:
     """A model with its gradients, and what one step without momentum added to the parameters."""
     model = mlp()
-    optimizer = TEKFAC(model, lr=lr, momentum=0.0, damping=DAMPING, kl_clip=kl_clip, fisher="exact", **settings)
+    optimizer = TEKFAC(
+        model, lr=lr, momentum=0.0, damping=DAMPING, kl_clip=kl_clip, fisher="exact", **settings
+    )
     before = parameters(model)
     train(model, optimizer, vectors(1))
     return model, {name: after - before[name] for name, after in parameters(model).items()}
@@ -119,7 +131,9 @@ def test_the_clip_leaves_first_order_parameters_alone() -> None:
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_a_change_of_the_rate_does_not_rescale_what_momentum_has_gathered(method: type[NaturalGradient]) -> None:
+def test_a_change_of_the_rate_does_not_rescale_what_momentum_has_gathered(
+    method: type[NaturalGradient],
+) -> None:
     results = []
     for second_rate in (0.1, 0.01):
         model = mlp()

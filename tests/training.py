@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -16,11 +17,13 @@ Batch = tuple[Tensor, Tensor]
 Loss = Callable[[Tensor, Tensor], Tensor]
 
 
-def mlp(*, seed: int = 0, dtype: torch.dtype = torch.float64, sizes: Sequence[int] = (5, 4, 3)) -> nn.Sequential:
+def mlp(
+    *, seed: int = 0, dtype: torch.dtype = torch.float64, sizes: Sequence[int] = (5, 4, 3)
+) -> nn.Sequential:
     """Linear layers with tanh between them."""
     torch.manual_seed(seed)
     layers: list[nn.Module] = []
-    for d_in, d_out in zip(sizes, sizes[1:], strict=False):
+    for d_in, d_out in itertools.pairwise(sizes):
         layers += [nn.Linear(d_in, d_out), nn.Tanh()]
     return nn.Sequential(*layers[:-1]).to(dtype)
 
@@ -38,7 +41,13 @@ def cnn(*, seed: int = 0, dtype: torch.dtype = torch.float64) -> nn.Sequential:
 
 
 def vectors(
-    count: int, *, samples: int = 6, d_in: int = 5, classes: int = 3, seed: int = 1, dtype: torch.dtype = torch.float64
+    count: int,
+    *,
+    samples: int = 6,
+    d_in: int = 5,
+    classes: int = 3,
+    seed: int = 1,
+    dtype: torch.dtype = torch.float64,
 ) -> list[Batch]:
     """Batches of inputs [N, d_in] with labels."""
     return _data(count, (samples, d_in), classes, seed, dtype)

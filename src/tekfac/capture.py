@@ -146,9 +146,12 @@ class Capture:
         window = self._window
         if window is None or not module.training or not _records_gradients():
             return
+        if not output.requires_grad or not layer.weight.requires_grad:
+            return
         inputs = args[0] if args else kwargs["input"]
-        if output.requires_grad and layer.weight.requires_grad:
-            window.calls.append(Call(layer, module, inputs.detach(), get_gradient_edge(output)))
+        # Data may be overwritten by the user before step(); what autograd has saved may not.
+        kept = inputs.detach() if inputs.requires_grad else inputs.clone()
+        window.calls.append(Call(layer, module, kept, get_gradient_edge(output)))
 
     def _close_window(self, model: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         window, self._window = self._window, None
@@ -156,10 +159,13 @@ class Capture:
             return
         outputs = self._select(output)
         self._likelihood.check(outputs)
-        if not outputs.requires_grad:
+        node = outputs.grad_fn
+        if node is None:
             return
+        # What was called after the outputs were made gets nothing from them, and must not be owned here.
+        window.calls = [call for call in window.calls if _age(call) <= node._sequence_nr()]
         for call in window.calls:
-            if call.edge is not None and call.edge.node is outputs.grad_fn:
+            if call.edge is not None and call.edge.node is node:
                 call.edge = None
         capture, output_nr, values = weakref.ref(self), outputs.output_nr, outputs.detach().clone()
 
@@ -177,7 +183,8 @@ class Capture:
         self, outputs_edge: GradientEdge, outputs: Tensor, gradient: Tensor, calls: list[Call]
     ) -> None:
         """Send the Fisher's vectors down from the outputs and keep what arrives at the layers."""
-        if not (bool(torch.isfinite(outputs).all()) and bool(torch.isfinite(gradient).all())):
+        unusable = outputs.isnan() | (outputs == torch.inf)  # a class masked by -inf is fine
+        if bool(unusable.any()) or not bool(torch.isfinite(gradient).all()):
             self.problems.append("the model's outputs or their gradients are not finite")
             return
         prediction = self._likelihood.predict(outputs, gradient)
@@ -275,12 +282,22 @@ class _Hook:
     def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., None]:
         return _inert
 
-    def __reduce__(self) -> str:
-        return "_inert"
+    def __reduce__(self) -> tuple[Callable[[], Callable[..., None]], tuple[()]]:
+        return _make_inert, ()
 
 
 def _inert(*arguments: Any) -> None:
     """What a hook becomes in a copied or saved model."""
+
+
+def _make_inert() -> Callable[..., None]:
+    return _inert
+
+
+def _age(call: Call) -> int:
+    """When, in the order of creation, the call's graph node was made."""
+    assert call.edge is not None
+    return call.edge.node._sequence_nr()
 
 
 def _remove(handles: Sequence[RemovableHandle]) -> None:

@@ -6,7 +6,7 @@ saved state. Nothing here is cast: a factor comes back in the precision it was s
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -22,8 +22,13 @@ from tekfac.layers import Layer
 NamedGroups = Sequence[Mapping[str, Any]]
 
 
-def curvature_to_plain(curvature: LayerCurvature) -> dict[str, Any]:
-    """One layer's curvature as tensors and numbers."""
+def layer_to_plain(layer: Layer, curvature: LayerCurvature | None) -> dict[str, Any]:
+    """One layer's shape, and its curvature (if there is any yet) as tensors and numbers."""
+    plain = None if curvature is None else _curvature_to_plain(curvature)
+    return {"shape": [layer.groups, layer.d_out, layer.d_in], "curvature": plain}
+
+
+def _curvature_to_plain(curvature: LayerCurvature) -> dict[str, Any]:
     theta = curvature.theta
     return {
         "moments": {**curvature.moments.values._asdict(), "weight": curvature.moments.weight},
@@ -34,7 +39,7 @@ def curvature_to_plain(curvature: LayerCurvature) -> dict[str, Any]:
 
 
 def curvature_from_plain(plain: Mapping[str, Any], device: torch.device) -> LayerCurvature:
-    """The inverse, with copies of the tensors on the given device."""
+    """The curvature that was saved, with copies of the tensors on the given device."""
 
     def copy(tensor: Tensor) -> Tensor:
         return tensor.to(device, copy=True)
@@ -106,30 +111,21 @@ def require_same_architecture(
     groups: NamedGroups,
 ) -> None:
     """Raise ValueError that names every layer and parameter in which the saved state differs."""
-    differences = []
-    for name in sorted(set(saved["layers"]) - set(layers)):
-        differences.append(f"layer {name!r} is in the saved state only")
-    for name, layer in layers.items():
-        if name in saved["layers"]:
-            basis = saved["layers"][name]["basis"]
-            found = (*basis["values_out"].shape, basis["values_in"].shape[-1])
-            expected = (layer.groups, layer.d_out, layer.d_in)
-            if found != expected:
-                differences.append(
-                    f"layer {name!r} has blocks {list(expected)} (groups, out, in), saved {list(found)}"
-                )
-        elif saved["layers"]:
-            differences.append(f"layer {name!r} is not in the saved state")
-    ours = [[names.get(p, "?") for p in group["params"]] for group in groups]
-    theirs = [list(group["params"]) for group in saved["param_groups"]]
-    ours_all, theirs_all = {n for g in ours for n in g}, {n for g in theirs for n in g}
-    for name in sorted(theirs_all - ours_all):
-        differences.append(f"parameter {name!r} is in the saved state only")
-    for name in sorted(ours_all - theirs_all):
-        differences.append(f"parameter {name!r} is not in the saved state")
-    if ours_all == theirs_all and ours != theirs:
+    theirs, ours = saved["layers"], layers
+    differences = _only_in(ours, theirs, "layer")
+    for name in ours.keys() & theirs.keys():
+        expected, found = [ours[name].groups, ours[name].d_out, ours[name].d_in], theirs[name]["shape"]
+        if found != expected:
+            differences.append(f"layer {name!r} has blocks {expected} (groups, out, in), saved {found}")
+    order = iter(_names_in_order(groups, names))
+    our_groups = [[next(order) for _ in group["params"]] for group in groups]
+    their_groups = [list(group["params"]) for group in saved["param_groups"]]
+    our_names = {name for group in our_groups for name in group}
+    their_names = {name for group in their_groups for name in group}
+    differences += _only_in(our_names, their_names, "parameter")
+    if our_names == their_names and our_groups != their_groups:
         differences.append(
-            f"the param groups hold other parameters: {ours} here, {theirs} in the saved state"
+            f"the param groups hold other parameters: {our_groups} here, {their_groups} in the saved state"
         )
     by_name = {name: parameter for parameter, name in names.items()}
     for name, values in saved["state"].items():
@@ -140,6 +136,14 @@ def require_same_architecture(
             )
     if differences:
         raise ValueError("The saved state is that of another architecture: " + "; ".join(differences) + ".")
+
+
+def _only_in(ours: Iterable[str], theirs: Iterable[str], what: str) -> list[str]:
+    """What only one of the two sides has, in words."""
+    only_theirs, only_ours = sorted(set(theirs) - set(ours)), sorted(set(ours) - set(theirs))
+    return [f"{what} {name!r} is in the saved state only" for name in only_theirs] + [
+        f"{what} {name!r} is not in the saved state" for name in only_ours
+    ]
 
 
 def _names_in_order(groups: NamedGroups, names: Mapping[Tensor, str]) -> list[str]:

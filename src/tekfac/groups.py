@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 from torch.nn.parameter import UninitializedParameter
 
-from tekfac.layers import SUPPORTED, Layer
+from tekfac.layers import SUPPORTED, Layer, computes_like_its_base
 
 
 @dataclass
@@ -97,6 +97,11 @@ def _reason(
     """Why a supported module's weight cannot be preconditioned, or None."""
     if weight in requested:
         return "left to first order on request"
+    if not computes_like_its_base(module):
+        return f"{type(module).__name__} has a forward pass of its own"
+    bias = module._parameters.get("bias")
+    if not weight.requires_grad and bias is not None and bias.requires_grad:
+        return "the weight is frozen, the bias is not"
     parent = model.get_submodule(name.rpartition(".")[0]) if name else None
     if isinstance(parent, nn.MultiheadAttention):
         return "nn.MultiheadAttention applies this projection without calling its module"
@@ -169,7 +174,9 @@ def completed_groups(
     rest = [parameter for parameter in model.parameters() if parameter not in taken]
     preconditioned = [parameter for parameter in rest if parameter in in_layers]
     others = [parameter for parameter in rest if parameter not in in_layers]
-    completed = list(groups)
+    completed = [
+        {"lr": first_order_lr, **group} if group.get("first_order", False) else group for group in groups
+    ]
     if preconditioned:
         completed.append({"params": preconditioned})
     if others:

@@ -287,7 +287,7 @@ def as_likelihood(
     }
     if isinstance(likelihood, str) and likelihood in named:
         return named[likelihood]()
-    if callable(likelihood):
+    if callable(likelihood) and not isinstance(likelihood, type):
         return Custom(likelihood)
     raise ValueError(
         f"Unknown likelihood: {likelihood!r}. Expected one of {', '.join(LIKELIHOODS)}, a "

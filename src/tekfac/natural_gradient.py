@@ -138,8 +138,8 @@ class NaturalGradient(Optimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group, as for any torch optimizer. Parameters of no known layer are first-order."""
+        check_group({**self.defaults, **param_group})
         super().add_param_group(param_group)
-        check_group(self.param_groups[-1])
 
     def _require_whole_layers(self) -> None:
         """A layer's weight and bias may differ in lr, momentum and weight decay, not in damping."""
@@ -238,7 +238,8 @@ class NaturalGradient(Optimizer):
                 clip,
             )
             natural = {p: direction * coefficient.to(direction.dtype) for p, direction in natural.items()}
-        return {p: natural.get(p, p.grad) for p in groups if p.grad is not None}
+        raw = {p: p.grad.to_dense() if p.grad.is_sparse else p.grad for p in groups if p.grad is not None}
+        return {**raw, **natural}
 
     def _update(self, directions: Mapping[Tensor, Tensor]) -> None:
         """Move the parameters."""
@@ -267,7 +268,7 @@ class NaturalGradient(Optimizer):
         if not directions:
             return None
         largest = torch._foreach_norm(list(directions.values()), float("inf"))
-        finite = torch.isfinite(torch.stack([norm.float() for norm in largest]))
+        finite = torch.stack([torch.isfinite(norm) for norm in largest])
         if bool(finite.all()):
             return None
         bad = [
@@ -329,8 +330,8 @@ class NaturalGradient(Optimizer):
             "skipped_steps": self.skipped_steps,
             "sampling": self._capture.sampling_state(),
             "layers": {
-                name: checkpoint.curvature_to_plain(curvature)
-                for name, curvature in self._network.blocks.items()
+                name: checkpoint.layer_to_plain(layer, self._network.blocks.get(name))
+                for name, layer in self._layers.items()
             },
         }
 
@@ -344,13 +345,15 @@ class NaturalGradient(Optimizer):
         checkpoint.require_same_method(state_dict, self.method.name)
         checkpoint.require_same_architecture(state_dict, self._layers, self._names, self.param_groups)
         blocks = {
-            name: checkpoint.curvature_from_plain(plain, self._layers[name].weight.device)
+            name: checkpoint.curvature_from_plain(plain["curvature"], self._layers[name].weight.device)
             for name, plain in state_dict["layers"].items()
+            if plain["curvature"] is not None
         }
         super().load_state_dict(checkpoint.indexed_state(state_dict, self.param_groups, self._names))
         self._network.blocks = blocks
         self.num_steps = state_dict["num_steps"]
         self.skipped_steps = state_dict["skipped_steps"]
+        self._capture.clear()
         self._capture.load_sampling_state(state_dict["sampling"])
         self._arm()
 
