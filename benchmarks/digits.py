@@ -53,8 +53,8 @@ GRIDS = {
 }
 
 LEARNING_RATES = {
-    "CNN": {"SGDM": 0.1, "Adam": 0.01, "KFAC": 0.1, "EKFAC": 0.1, "TKFAC": 0.1, "TEKFAC": 0.1},
-    "MLP": {"SGDM": 0.1, "Adam": 0.01, "KFAC": 0.1, "EKFAC": 0.1, "TKFAC": 0.1, "TEKFAC": 0.1},
+    "CNN": {"SGDM": 0.03, "Adam": 0.003, "KFAC": 0.003, "EKFAC": 0.001, "TKFAC": 0.001, "TEKFAC": 0.001},
+    "MLP": {"SGDM": 0.3, "Adam": 0.03, "KFAC": 0.01, "EKFAC": 0.003, "TKFAC": 0.01, "TEKFAC": 0.003},
 }
 
 

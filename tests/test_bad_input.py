@@ -212,6 +212,26 @@ def test_factored_damping_is_refused_where_there_is_no_product_and_nothing_is_mo
     assert_identical({n: p.detach() for n, p in model.named_parameters()}, before)
 
 
+def test_a_damping_rule_that_cannot_be_used_changes_nothing_and_can_be_put_right() -> None:
+    """The batch of the failed step is measured once, not twice."""
+    model, twin = mlp(), mlp()
+    optimizer, other = (TEKFAC(m, lr=0.05, seed=0, damping=0.1, factors_every=1) for m in (model, twin))
+    first, second = vectors(2)
+    train(model, optimizer, [first])
+    before = everything(model, optimizer)
+    optimizer.param_groups[0]["damping"] = Factored()
+    optimizer.zero_grad()
+    backward(model, second)
+    with pytest.raises(ValueError, match="Factored damping"):
+        optimizer.step()
+    assert_identical(everything(model, optimizer)["model"], before["model"])
+    assert_identical(everything(model, optimizer)["optimizer"]["layers"], before["optimizer"]["layers"])
+    optimizer.param_groups[0]["damping"] = 0.1
+    optimizer.step()
+    train(twin, other, [first, second])
+    assert_identical(everything(model, optimizer), everything(twin, other))
+
+
 def test_a_rule_for_networks_with_convolutions_is_refused_in_one_without() -> None:
     model = mlp()
     with pytest.raises(ValueError, match="at least one preconditioned convolution"):

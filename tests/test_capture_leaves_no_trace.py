@@ -90,6 +90,22 @@ def test_a_forward_pass_without_a_backward_pass_keeps_no_graph_alive(outputs: st
 
 
 @pytest.mark.parametrize("outputs", OUTPUTS)
+def test_a_dropped_graph_is_freed_at_once_and_does_not_wait_for_the_garbage_collector(outputs: str) -> None:
+    model = Traced(OUTPUTS[outputs])
+    optimizer = TEKFAC(model)
+    gc.collect()
+    gc.disable()
+    try:
+        returned = model(vectors(1)[0][0])
+        assert len(model.tokens) == 1
+        del returned
+        assert len(model.tokens) == 0
+    finally:
+        gc.enable()
+    assert optimizer.num_steps == 0
+
+
+@pytest.mark.parametrize("outputs", OUTPUTS)
 def test_after_a_step_no_graph_is_alive(outputs: str) -> None:
     model = Traced(OUTPUTS[outputs])
     optimizer = TEKFAC(model)

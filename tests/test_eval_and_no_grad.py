@@ -108,6 +108,15 @@ def test_a_part_in_eval_mode_is_not_recorded_inside_a_training_pass() -> None:
     assert set(optimizer.curvature) == {"2"}
 
 
+def test_a_model_in_eval_mode_is_not_recorded_even_if_a_part_is_in_training_mode() -> None:
+    model = mlp()
+    optimizer = TEKFAC(model, lr=0.05)
+    model.eval()
+    model[0].train()
+    train(model, optimizer, vectors(1))
+    assert not optimizer.curvature
+
+
 def test_a_part_under_no_grad_is_not_recorded_inside_a_training_pass() -> None:
     class Frozen(nn.Module):
         def __init__(self) -> None:

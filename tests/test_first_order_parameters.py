@@ -133,6 +133,20 @@ def test_a_subclass_that_computes_something_else_is_left_to_first_order_with_a_r
     assert str(position) not in optimizer.curvature
 
 
+def test_a_module_whose_own_forward_was_replaced_is_left_to_first_order_with_a_reason(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """As adapters and quantisers do it: on the instance, not in a class."""
+    model = mlp()
+    layer = model[0]
+    layer.forward = lambda x: F.linear(x, 2 * layer.weight, layer.bias)
+    with caplog.at_level(logging.WARNING, "tekfac"):
+        optimizer = TEKFAC(model, lr=0.01)
+    assert "'0.weight'" in caplog.text
+    train(model, optimizer, vectors(1))
+    assert set(optimizer.curvature) == {"2"}
+
+
 def test_a_subclass_that_computes_the_same_is_preconditioned() -> None:
     class Named(nn.Linear):
         """As nn.Linear, with another name."""

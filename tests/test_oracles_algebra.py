@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
 
 import oracle
 import pytest
@@ -127,8 +127,8 @@ def test_02_exact_columns_give_the_expected_fisher(kind: str, bias: bool) -> Non
 # -- 3: the scale of the statistics --------------------------------------------------------------------
 
 
-def summed(case_loss: Any) -> Any:
-    return lambda logits: len(logits) * case_loss(logits)
+def summed(mean_loss: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+    return lambda logits: len(logits) * mean_loss(logits)
 
 
 @every_kind
@@ -214,8 +214,8 @@ def test_03_ignored_positions_count_nowhere(fisher: str, sharing: str) -> None:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(2, 3), nn.Tanh(), nn.Linear(3, 2)).double()
-    inputs, labels = normal(4, 3, 2), torch.arange(12).reshape(4, 3) % 2
-    kept = torch.tensor([[1, 1, 1], [1, 0, 0], [1, 1, 0], [0, 1, 1]], dtype=torch.bool)
+    inputs, labels = normal(5, 3, 2), torch.arange(15).reshape(5, 3) % 2
+    kept = torch.tensor([[1, 1, 1], [1, 0, 0], [1, 1, 0], [0, 1, 1], [0, 0, 0]], dtype=torch.bool)
     labels[~kept] = -100
     optimizer = measured(
         KFAC, model, inputs, lambda logits: F.cross_entropy(logits.mT, labels), fisher=fisher, sharing=sharing
@@ -236,7 +236,7 @@ def test_03_ignored_positions_count_nowhere(fisher: str, sharing: str) -> None:
             rows_in = a[kept]
             rows_out = torch.cat([samples.u[:, 0][kept] for samples in columns])
         else:
-            rows_in = torch.stack([a[n, kept[n]].mean(0) for n in range(4)])
+            rows_in = torch.stack([a[n, kept[n]].mean(0) for n in range(4)])  # the last has none
             rows_out = torch.cat([samples.u[:, 0].sum(1) for samples in columns])
         expected = torch.kron(rows_out.T @ rows_out / terms, rows_in.T @ rows_in / len(rows_in))
         assert_close(dense_block(optimizer.curvature[layer]), expected)

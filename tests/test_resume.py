@@ -108,9 +108,10 @@ def test_the_state_holds_everything_a_later_step_depends_on() -> None:
     optimizer = TEKFAC(model, lr=0.01)
     train(model, optimizer, images(1))
     state = optimizer.state_dict()
-    layer = state["layers"]["0"]
-    assert {"moments", "basis", "theta"} <= set(layer)
-    assert layer["moments"]["weight"] == layer["theta"]["weight"] == 1.0
+    for layer in state["layers"].values():
+        curvature = layer["curvature"]
+        assert {"moments", "basis", "theta"} <= set(curvature)
+        assert curvature["moments"]["weight"] == curvature["theta"]["weight"] == 1.0
     assert state["num_steps"] == 1
     assert isinstance(state["sampling"]["state"], torch.Tensor)
 

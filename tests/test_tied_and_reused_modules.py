@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from training import Batch, train, vectors
 
 from tekfac import EKFAC, KFAC, TEKFAC
+from tekfac.likelihoods import OutputShapeError
 from tekfac.natural_gradient import NaturalGradient
 
 
@@ -233,3 +234,39 @@ def test_a_module_used_in_one_forward_pass_and_not_in_the_next_keeps_its_block()
     train(model, optimizer, data[1:])
     assert optimizer.curvature["extra"].moments is moments
     assert torch.equal(model.extra.weight, extra)
+
+
+class TwoViews(nn.Module):
+    """An encoder that sees two views of every sample: in two calls, or in one with the views concatenated."""
+
+    def __init__(self, concatenated: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.encoder, self.head, self.concatenated = nn.Linear(2, 4), nn.Linear(4, 3), concatenated
+        self.double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        views = (x[:, :2], x[:, 2:4])
+        if self.concatenated:
+            first, second = self.encoder(torch.cat(views)).chunk(2)
+        else:
+            first, second = (self.encoder(view) for view in views)
+        out: Tensor = self.head(torch.tanh(first) * torch.tanh(second))
+        return out
+
+
+@pytest.mark.parametrize("fisher", ["exact", "empirical"])
+def test_two_views_of_a_sample_in_one_call_are_told_apart_by_sample_or_refused(fisher: Any) -> None:
+    """Rows n and N + n belong to sample n, not rows 2 n and 2 n + 1."""
+    blocks = []
+    for concatenated in (False, True):
+        model = TwoViews(concatenated)
+        optimizer = TEKFAC(model, lr=1e-30, momentum=0.0, fisher=fisher, damping=1e-3)
+        try:
+            train(model, optimizer, vectors(1))
+        except OutputShapeError as error:
+            assert concatenated
+            assert "'encoder'" in str(error)  # noqa: PT017 - to refuse is as good
+            return
+        blocks.append(dense_block(optimizer.curvature["encoder"]))
+    assert_close(blocks[1], blocks[0])

@@ -131,10 +131,11 @@ def _add(total: MomentSums, sums: MomentSums) -> MomentSums:
 
 
 def _chunk_size(batch: LayerBatch, memory_budget: int) -> int:
-    """Samples per chunk such that rows and Gram matrices, or per-sample gradients, fit the budget."""
+    """Samples per chunk such that rows and Gram matrices, or rows and gradients, fit the budget."""
     columns, groups, _, positions, d_in, d_out = batch.shape
     rows = 2 * positions * (d_in + columns * d_out)
-    work = max(2 * positions**2, columns * d_in * d_out)
+    by_grams = grams_are_cheaper(positions, d_in, d_out, columns)
+    work = 2 * positions**2 if by_grams else columns * d_in * d_out
     return samples_within(memory_budget, groups * (rows + work))
 
 
@@ -175,9 +176,14 @@ def restricted_exact(rows: Rows) -> MomentSums:
     """Partial traces of the exact block: sums of G^T G and G G^T, by the cheaper of two contractions."""
     positions, d_in = rows.a.shape[2:]
     columns, d_out = rows.u.shape[0], rows.u.shape[-1]
-    if gram_cost(positions, d_in, d_out, columns) <= gradient_cost(positions, d_in, d_out, columns):
-        return exact_by_grams(rows)
-    return exact_by_gradients(rows)
+    by_grams = grams_are_cheaper(positions, d_in, d_out, columns)
+    return exact_by_grams(rows) if by_grams else exact_by_gradients(rows)
+
+
+def grams_are_cheaper(positions: int, d_in: int, d_out: int, columns: int) -> bool:
+    """Which of the two contractions of the exact factors takes fewer multiplications."""
+    sizes = (positions, d_in, d_out, columns)
+    return gram_cost(*sizes) <= gradient_cost(*sizes)
 
 
 def gram_cost(positions: int, d_in: int, d_out: int, columns: int) -> int:
