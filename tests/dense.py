@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import oracle
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-import oracle
 from tekfac import EKFAC, KFAC, TEKFAC, TKFAC
 from tekfac.curvature import LayerCurvature
 from tekfac.natural_gradient import NaturalGradient

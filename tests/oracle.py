@@ -59,10 +59,7 @@ def per_sample(model: nn.Module, loss: Loss, inputs: Tensor, targets: Tensor, la
 
 def input_rows(module: Layer, x: Tensor) -> Tensor:
     """What a row of `[weight | bias]` is multiplied with at every position: [B, G, T, d_in]."""
-    if isinstance(module, nn.Linear):
-        rows = x.reshape(len(x), 1, -1, x.shape[-1])
-    else:
-        rows = patches(module, x)
+    rows = x.reshape(len(x), 1, -1, x.shape[-1]) if isinstance(module, nn.Linear) else patches(module, x)
     return rows if module.bias is None else torch.cat([rows, torch.ones_like(rows[..., :1])], -1)
 
 

@@ -193,6 +193,40 @@ def test_26_fully_connected_layers_beside_convolutions(
     assert_close(moved["head"][0], expected)
 
 
+def test_26_beta_is_the_largest_of_all_groups_of_all_convolutions() -> None:
+    """Three convolutions, the largest trace in the second group of the second; a head beside them."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = nn.Sequential(
+            nn.Conv1d(2, 2, 2),
+            nn.Tanh(),
+            nn.Conv1d(2, 4, 2, groups=2, bias=False),
+            nn.Tanh(),
+            nn.Conv1d(4, 2, 2),
+            nn.Flatten(),
+            nn.Linear(6, 3),
+        ).double()
+    with torch.no_grad():
+        model[4].weight[:, 2:] *= 20  # what the second group gives matters most
+        model[4].weight[:, :2] *= 5
+    case, floor = Case(model, normal(9, 2, 6), torch.arange(9) % 3), 1e-6
+    samples = {
+        layer: oracle.per_sample(model, F.cross_entropy, case.inputs, case.labels, layer) for layer in "0246"
+    }
+    optimizer, moved = step_of(TEKFAC, case, damping=None, trace_floor=floor, beta="add")
+    dampings = {
+        (layer, group): trace_lambda(
+            expected_block(TEKFAC, samples[layer], "exact", optimizer.curvature[layer], group), floor
+        )
+        for layer in "024"
+        for group in groups_of(samples[layer])
+    }
+    assert max(dampings, key=lambda key: dampings[key]) == ("2", 1)
+    head = expected_block(TEKFAC, samples["6"], "exact", optimizer.curvature["6"], 0)
+    expected = oracle.damped_solve(head, max(dampings.values()), case.to_matrix("6")[0])
+    assert_close(moved["6"][0], expected)
+
+
 @every_method
 def test_26_own_damping_without_convolutions(method: type[NaturalGradient]) -> None:
     """A default lambda: split by pi (KFAC), equally (TKFAC), or added to Theta."""

@@ -7,7 +7,7 @@ parameters). Its gradient is the sum over the calls, so the calls are simply fur
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -29,6 +29,8 @@ class Call:
         inputs: what the module received, [L, ...].
         edge: where the gradient of the output passes; None where the output is the model's own.
         gradients: of the output, [L, ...] each, one for every back-propagated vector.
+        probe: the gradient of the output that a single sample of the model's outputs causes, [L, ...]; only
+            taken where the shape alone does not tell which axis holds the samples.
     """
 
     layer: Layer
@@ -36,38 +38,50 @@ class Call:
     inputs: Tensor
     edge: GradientEdge | None
     gradients: list[Tensor] = field(default_factory=list)
+    probe: Tensor | None = None
+
+
+Arrangement = Callable[[Tensor], Tensor]
 
 
 def layer_batch(
-    calls: Sequence[Call], num_outputs: int, num_terms: int, counted: Tensor, any_coarser: bool
+    calls: Sequence[Call],
+    num_outputs: int,
+    num_terms: int,
+    counted: Tensor,
+    *,
+    any_coarser: bool,
+    probed_sample: int,
 ) -> LayerBatch:
     """All calls of one layer as one batch, each sample's positions one after the other.
 
     Args:
-        calls: of the same layer, in the same forward pass.
+        calls: of the same layer, in the same forward pass, samples first.
         num_outputs: the number of samples in the model's outputs.
         num_terms: the number of loss terms M.
         counted: [num_outputs, P], which of each sample's terms take part in the loss.
         any_coarser: whether several samples may be treated as one. With sampled labels they may:
             gradients of different terms are independent and have mean zero, so that a coarser grouping
             adds noise but no bias (docs/mathematics.md, section 6).
+        probed_sample: whose outputs the calls' probes come from.
 
     Raises:
         OutputShapeError: if rows cannot be told apart by sample but have to be.
     """
     layer = calls[0].layer
-    calls = [_samples_first(call, num_outputs) for call in calls]
     lengths = [len(call.inputs) for call in calls]
     samples = num_outputs
     if any(length % num_outputs for length in lengths):
-        samples = math.gcd(num_outputs, *lengths)
-        if not any_coarser:
-            raise OutputShapeError(
-                f"Layer {layer.name!r} received inputs with a first axis of {lengths}, not a multiple "
-                f"of the {num_outputs} samples in the model's outputs, so its rows cannot be told apart by "
-                "sample. Keep the samples as first axis throughout, leave the layer to first order "
-                f"(first_order=[{layer.name!r}]), or use fisher='sampled'."
-            )
+        samples = math.gcd(num_outputs, *lengths) if len(calls) == 1 else 1
+    if not any_coarser and (
+        samples != num_outputs or _share_of_probe(calls, num_outputs, probed_sample) < 0.5
+    ):
+        raise OutputShapeError(
+            f"The rows of layer {layer.name!r} cannot be told apart by sample: the model's outputs have "
+            f"{num_outputs} samples, the layer was called with first axes of {lengths}, and gradients of one "
+            "sample's outputs do not stay with one sample's rows. Keep the samples as first axis throughout, "
+            f"leave the layer to first order (first_order=[{layer.name!r}]), or use fisher='sampled'."
+        )
     ignored = None if bool(counted.all()) else ~counted
 
     def slice_rows(start: int, stop: int) -> Rows:
@@ -79,17 +93,56 @@ def layer_batch(
     return LayerBatch(shape, num_terms, slice_rows)
 
 
-def _samples_first(call: Call, num_samples: int) -> Call:
-    """The call with the samples as axis 0: of unbatched inputs, and in sequence-first models."""
-    inputs = call.inputs
+def arrangements(call: Call, num_samples: int) -> list[Arrangement]:
+    """The ways to bring the samples of a call to the front, as far as its shape tells, likely ones first.
+
+    The first axis may hold the samples, or k rows of each sample one after the other, or k times all the
+    samples (several views put together by `torch.cat`); in sequence-first models the second axis holds them.
+    """
+    inputs, length = call.inputs, len(call.inputs)
     if inputs.ndim == call.layer.unbatched_ndim:
-        return replace(call, inputs=inputs[None], gradients=[g[None] for g in call.gradients])
-    sequence_first = inputs.shape[0] != num_samples and inputs.shape[1] == num_samples
-    if sequence_first and not call.layer.is_convolution and inputs.ndim > 2:
-        return replace(
-            call, inputs=inputs.transpose(0, 1), gradients=[g.transpose(0, 1) for g in call.gradients]
-        )
-    return call
+        return [lambda x: x[None]]
+    found: list[Arrangement] = [lambda x: x]
+    if length != num_samples and length % num_samples == 0:
+
+        def views_together(x: Tensor) -> Tensor:
+            views = x.reshape(length // num_samples, num_samples, *x.shape[1:])
+            return views.transpose(0, 1).reshape(x.shape)
+
+        found.append(views_together)
+    if not call.layer.is_convolution and inputs.ndim > 2 and inputs.shape[1] == num_samples:
+        found.insert(1 if length == num_samples else 0, lambda x: x.transpose(0, 1))
+    return found
+
+
+def samples_first(call: Call, num_samples: int, probed_sample: int) -> Call:
+    """The call with the samples as axis 0.
+
+    Of several possible arrangements the one is taken that gives the probed sample most of the probe.
+    """
+
+    def arranged(arrange: Arrangement) -> Call:
+        probe = None if call.probe is None else arrange(call.probe)
+        gradients = [arrange(gradient) for gradient in call.gradients]
+        return replace(call, inputs=arrange(call.inputs), gradients=gradients, probe=probe)
+
+    candidates = [arranged(arrange) for arrange in arrangements(call, num_samples)]
+    if len(candidates) == 1:
+        return candidates[0]
+    return max(candidates, key=lambda candidate: _share_of_probe([candidate], num_samples, probed_sample))
+
+
+def _share_of_probe(calls: Sequence[Call], num_samples: int, probed_sample: int) -> float:
+    """How much of the probe's gradient is in the rows of the probed sample; 1 where nothing was probed."""
+    probes = [call.probe for call in calls if call.probe is not None]
+    total = sum(float(probe.square().sum()) for probe in probes)
+    if total == 0:
+        return 1.0
+    inside = 0.0
+    for probe in probes:
+        fold = max(1, len(probe) // num_samples)
+        inside += float(probe[probed_sample * fold : (probed_sample + 1) * fold].square().sum())
+    return inside / total
 
 
 def _rows(call: Call, samples: int, start: int, stop: int, ignored: Tensor | None) -> Rows:

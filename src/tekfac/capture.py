@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils.hooks import RemovableHandle
 
-from tekfac.calls import Call, layer_batch
+from tekfac.calls import Call, arrangements, layer_batch, samples_first
 from tekfac.layers import Layer
 from tekfac.likelihoods import Likelihood, OutputShapeError, Prediction
 from tekfac.rows import LayerBatch
@@ -191,19 +191,35 @@ class Capture:
         num_terms = self._num_terms(prediction)
         if not num_terms:
             return
+        probed_sample = int(prediction.counted.any(dim=1).nonzero()[0])
         self._sending = True
         try:
             for vector in self._vectors(prediction, gradient, num_terms, outputs.device):
-                _send(outputs_edge, vector, calls)
+                for call, arrived in zip(calls, _send(outputs_edge, vector, calls), strict=True):
+                    if arrived is not None:
+                        call.gradients.append(arrived)
+            if _samples_are_unclear(calls, len(outputs)):
+                probe = torch.zeros_like(gradient)
+                probe[probed_sample] = gradient[probed_sample]
+                for call, arrived in zip(calls, _send(outputs_edge, probe, calls), strict=True):
+                    call.probe = arrived
         finally:
             self._sending = False
         by_layer: dict[str, list[Call]] = {}
         for call in calls:
             if call.gradients:
-                by_layer.setdefault(call.layer.name, []).append(call)
+                arranged = samples_first(call, len(outputs), probed_sample)
+                by_layer.setdefault(call.layer.name, []).append(arranged)
         any_coarser = self._fisher == "sampled"
         for name, layer_calls in by_layer.items():
-            batch = layer_batch(layer_calls, len(outputs), num_terms, prediction.counted, any_coarser)
+            batch = layer_batch(
+                layer_calls,
+                len(outputs),
+                num_terms,
+                prediction.counted,
+                any_coarser=any_coarser,
+                probed_sample=probed_sample,
+            )
             self.batches.setdefault(name, []).append(batch)
 
     def _num_terms(self, prediction: Prediction) -> int:
@@ -257,13 +273,18 @@ def _records_gradients() -> bool:
     return torch.is_grad_enabled() and torch._C._functorch.peek_interpreter_stack() is None
 
 
-def _send(outputs_edge: GradientEdge, vector: Tensor, calls: Sequence[Call]) -> None:
-    """Back-propagate one vector from the outputs and append what arrives at each call's output."""
+def _samples_are_unclear(calls: Sequence[Call], num_samples: int) -> bool:
+    """Whether shapes do not tell where the samples are, or a layer was called more than once."""
+    if len({call.layer.name for call in calls}) < len(calls):
+        return True
+    return any(len(arrangements(call, num_samples)) > 1 for call in calls)
+
+
+def _send(outputs_edge: GradientEdge, vector: Tensor, calls: Sequence[Call]) -> list[Tensor | None]:
+    """Back-propagate one vector from the outputs; what arrives at each call's output."""
     edges = [outputs_edge if call.edge is None else call.edge for call in calls]
     arrived = torch.autograd.grad([outputs_edge], edges, [vector], retain_graph=True, allow_unused=True)
-    for call, gradient in zip(calls, arrived, strict=True):
-        if gradient is not None:
-            call.gradients.append(gradient.detach())
+    return [None if gradient is None else gradient.detach() for gradient in arrived]
 
 
 class _Hook:

@@ -78,7 +78,10 @@ def indexed_state(
     """The inverse of `named_state`, for the present groups."""
     index = {name: position for position, name in enumerate(_names_in_order(groups, names))}
     return {
-        "state": {index[name]: dict(values) for name, values in named["state"].items()},
+        "state": {
+            index[name]: {key: value.clone() for key, value in values.items()}
+            for name, values in named["state"].items()
+        },
         "param_groups": [
             {
                 **group,

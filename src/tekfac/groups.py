@@ -11,6 +11,8 @@ from torch.nn.parameter import UninitializedParameter
 
 from tekfac.layers import SUPPORTED, Layer, computes_like_its_base
 
+ON_REQUEST = "left to first order on request"
+
 
 @dataclass
 class Inventory:
@@ -96,7 +98,7 @@ def _reason(
 ) -> str | None:
     """Why a supported module's weight cannot be preconditioned, or None."""
     if weight in requested:
-        return "left to first order on request"
+        return ON_REQUEST
     if not computes_like_its_base(module):
         return f"{type(module).__name__} has a forward pass of its own"
     bias = module._parameters.get("bias")

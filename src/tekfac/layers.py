@@ -114,7 +114,10 @@ def computes_like_its_base(module: nn.Module) -> bool:
     """Whether a module of a supported type, or derived from one, computes what that type does."""
     base = next(kind for kind in SUPPORTED if isinstance(module, kind))
     methods = ("forward", "_conv_forward") if issubclass(base, CONVOLUTIONS) else ("forward",)
-    return all(getattr(type(module), method) is getattr(base, method) for method in methods)
+    return all(
+        getattr(type(module), method) is getattr(base, method) and method not in vars(module)
+        for method in methods
+    )
 
 
 def patches(inputs: Tensor, module: nn.Conv1d | nn.Conv2d | nn.Conv3d) -> Tensor:

@@ -14,8 +14,8 @@ from torch.optim import Optimizer
 from tekfac import checkpoint
 from tekfac.capture import Capture
 from tekfac.curvature import Due, LayerCurvature, NonFiniteStatisticsError, Recipe
-from tekfac.damping import as_rule
-from tekfac.groups import completed_groups, parameters_of, resolved_groups, take_inventory
+from tekfac.damping import DampingRule, as_rule
+from tekfac.groups import ON_REQUEST, completed_groups, parameters_of, resolved_groups, take_inventory
 from tekfac.layers import SUPPORTED, Layer
 from tekfac.likelihoods import as_likelihood
 from tekfac.methods import Method, default_settings, paper_settings, refused_settings
@@ -93,6 +93,7 @@ class NaturalGradient(Optimizer):
         }
         super().__init__(groups, defaults)
         self._require_whole_layers()
+        self._network.check_rules(self._damping_rules())
         self._capture = Capture(
             model,
             self._layers.values(),
@@ -124,6 +125,8 @@ class NaturalGradient(Optimizer):
             )
         in_layers = {p for layer in inventory.layers.values() for p in layer.parameters}
         for parameter_name, reason in inventory.reasons.items():
+            if reason == ON_REQUEST:
+                continue
             logger.warning(
                 "%s trains %r by momentum SGD on its raw gradient: %s.", name, parameter_name, reason
             )
@@ -151,6 +154,13 @@ class NaturalGradient(Optimizer):
                     f"Weight and bias of layer {layer.name!r} are preconditioned together but their "
                     f"param groups have different damping: {dampings}. Give both the same."
                 )
+
+    def _damping_rules(self) -> dict[str, DampingRule]:
+        groups = self._group_of()
+        return {
+            name: as_rule(groups[layer.weight]["damping"], self._own_damping)
+            for name, layer in self._layers.items()
+        }
 
     def _group_of(self) -> dict[Tensor, dict[str, Any]]:
         return {p: group for group in self.param_groups for p in group["params"]}
@@ -194,7 +204,11 @@ class NaturalGradient(Optimizer):
             return str(error)
         if due.basis or batches:
             self._network.blocks = blocks
-        directions = self._directions()
+        try:
+            directions = self._directions()
+        except Exception:
+            self._network.blocks = before
+            raise
         problem = self._non_finite(directions)
         if problem is not None:
             self._network.blocks = before
@@ -226,11 +240,7 @@ class NaturalGradient(Optimizer):
     def _directions(self) -> dict[Tensor, Tensor]:
         """What each parameter with a gradient moves along: the natural gradient, clipped, or the raw one."""
         groups = self._group_of()
-        rules = {
-            name: as_rule(groups[layer.weight]["damping"], self._own_damping)
-            for name, layer in self._layers.items()
-        }
-        natural = self._network.natural_gradients(rules)
+        natural = self._network.natural_gradients(self._damping_rules())
         clip = self._settings.kl_clip
         if clip is not None and natural:
             coefficient = kl_coefficient(

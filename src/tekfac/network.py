@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+import torch
 from torch import Tensor
 
 from tekfac.curvature import Due, LayerCurvature, Recipe, refreshed
 from tekfac.damping import DampingRule, Spectrum
+from tekfac.eigenbasis import Eigenbasis
 from tekfac.layers import Layer
 from tekfac.precondition import precondition
 from tekfac.rows import LayerBatch
@@ -72,6 +74,22 @@ class NetworkCurvature:
             parts = zip(layer.parameters, layer.from_matrix(direction), strict=True)
             directions.update((parameter, part) for parameter, part in parts if parameter.grad is not None)
         return directions
+
+    def check_rules(self, rules: Mapping[str, DampingRule]) -> None:
+        """Let every rule damp a block of a single entry, so that one that cannot be used here says so now.
+
+        Raises:
+            ValueError: by the rule, in its own words.
+        """
+        one = torch.ones(1, 1)
+        basis = Eigenbasis(one[None], one[None], one, one, one[0])
+        is_product = not self._recipe.rescaling.measured
+        spectra = {
+            name: Spectrum(one[None], basis, layer.is_convolution, is_product)
+            for name, layer in self.layers.items()
+        }
+        for name, spectrum in spectra.items():
+            rules[name].denominators(spectrum, list(spectra.values()))
 
     def _damped(self, rules: Mapping[str, DampingRule]) -> dict[str, Tensor]:
         """S + lambda of every layer; computed anew only when blocks or rules changed."""
