@@ -16,13 +16,13 @@ import argparse
 from pathlib import Path
 from statistics import mean, stdev
 
-import cifar10
 import torch
-from provenance import provenance
-from training import Data, cnn, train
 
+import cifar10
 import tekfac
+from provenance import provenance
 from tekfac.damping import BETA_READINGS, BetaReading
+from training import Data, cnn, train
 
 SETTINGS: tuple[tuple[float, float | None], ...] = ((1e-3, None), (1e-2, None), (1e-1, 1e-3))
 METHODS = {"TKFAC": tekfac.TKFAC, "TEKFAC": tekfac.TEKFAC}

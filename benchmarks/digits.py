@@ -16,13 +16,13 @@ from pathlib import Path
 from statistics import mean, median, stdev
 
 import torch
-from provenance import provenance
 from sklearn.datasets import load_digits
 from torch import nn
 from torch.optim import SGD, Adam, Optimizer
-from training import Curve, Data, cnn, mlp, train
 
+from provenance import provenance
 from tekfac import EKFAC, KFAC, TEKFAC, TKFAC
+from training import Curve, Data, cnn, mlp, train
 
 EPOCHS, BATCH_SIZE, SEEDS, TUNING_SEED, TARGET = 15, 64, (0, 1, 2), 100, 0.95
 

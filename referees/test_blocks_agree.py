@@ -12,11 +12,11 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor, nn
+
 from curvlinops_blocks import ekfac_blocks, kfac_blocks
 from dense import assert_close, dense_block, measured
 from kfac_jax_tnt import tnt_blocks
-from torch import Tensor, nn
-
 from tekfac import EKFAC, KFAC, TKFAC
 from tekfac.likelihoods import Gaussian
 

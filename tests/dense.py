@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import oracle
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+import oracle
 from tekfac import EKFAC, KFAC, TEKFAC, TKFAC
 from tekfac.curvature import LayerCurvature
 from tekfac.natural_gradient import NaturalGradient
@@ -24,7 +24,7 @@ def relative_error(actual: Tensor, expected: Tensor) -> float:
 
 def assert_close(actual: Tensor | float, expected: Tensor | float, rtol: float = RTOL) -> None:
     """Largest difference below rtol times the largest expected entry."""
-    actual, expected = torch.as_tensor(actual), torch.as_tensor(expected)
+    actual, expected = (torch.as_tensor(value, dtype=torch.float64) for value in (actual, expected))
     assert actual.shape == expected.shape, f"{list(actual.shape)} is not {list(expected.shape)}"
     error = relative_error(actual, expected)
     assert error < rtol, f"relative error {error:.2e}, allowed {rtol:.0e}"
@@ -72,17 +72,6 @@ def measured(
     return optimizer
 
 
-def classification(
-    model: nn.Module, inputs: Tensor, seed: int = 3
-) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
-    """Random labels [N] for a classifier, and its mean cross-entropy as a function of the logits."""
-    with torch.no_grad():
-        classes = model(inputs).shape[-1]
-    generator = torch.Generator().manual_seed(seed)
-    labels = torch.randint(classes, (len(inputs),), generator=generator)
-    return labels, lambda logits: F.cross_entropy(logits, labels)
-
-
 def sample_loss(logits: Tensor, label: Tensor) -> Tensor:
     """Cross-entropy of a batch of one."""
     return F.cross_entropy(logits, label)
@@ -104,26 +93,3 @@ def oracle_block(
 
 def sharings(method: type[NaturalGradient]) -> tuple[str, ...]:
     return tuple(method.method.factors.sharings)
-
-
-def mean_pool(x: Tensor) -> Tensor:
-    return x.flatten(2).mean(2)
-
-
-class MeanPool(nn.Module):
-    """Mean over all positions: of [N, C, ...] (channels first) or [N, ..., C] (channels last)."""
-
-    def __init__(self, channels_last: bool = False) -> None:
-        super().__init__()
-        self.channels_last = channels_last
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x.flatten(1, -2).mean(1) if self.channels_last else x.flatten(2).mean(2)
-
-
-def network(layer: nn.Module, classes: int = 3, hidden: int | None = None) -> nn.Module:
-    """The layer, tanh, mean over positions, a linear head; float64, with a fixed random start."""
-    is_linear = isinstance(layer, nn.Linear)
-    width = layer.out_features if is_linear else layer.out_channels  # type: ignore[union-attr]
-    model = nn.Sequential(layer, nn.Tanh(), MeanPool(channels_last=is_linear), nn.Linear(width, classes))
-    return model.double()

@@ -13,12 +13,12 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any, Literal
 
-import oracle
 import torch
 import torch.nn.functional as F
-from dense import assert_close, dense_block, gradient_step, oracle_block
 from torch import Tensor, nn
 
+import oracle
+from dense import assert_close, dense_block, gradient_step, oracle_block
 from tekfac import KFAC, TEKFAC, TKFAC
 from tekfac.capture import Capture, FisherKind, LossReduction
 from tekfac.curvature import LayerCurvature

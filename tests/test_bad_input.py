@@ -9,14 +9,14 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from dense import METHODS
 from torch import Tensor, nn
-from training import assert_identical, backward, cnn, everything, images, mlp, train, vectors
 
+from dense import METHODS
 from tekfac import EKFAC, KFAC, TEKFAC, TKFAC
 from tekfac.damping import BesideConvolutions, Factored, Tikhonov, TraceBased
 from tekfac.likelihoods import Categorical, Gaussian, OutputShapeError
 from tekfac.natural_gradient import NaturalGradient
+from training import assert_identical, backward, cnn, everything, images, mlp, train, vectors
 
 NAN, INFINITY = float("nan"), float("inf")
 

@@ -13,14 +13,14 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from dense import METHODS
 from torch import Tensor, nn
 from torch.func import functional_call, grad, vmap
 from torch.utils.checkpoint import checkpoint
-from training import assert_identical, backward, cnn, everything, images, mlp, train, vectors
 
+from dense import METHODS
 from tekfac import TEKFAC
 from tekfac.natural_gradient import NaturalGradient
+from training import assert_identical, backward, cnn, everything, images, mlp, train, vectors
 
 EVERY_STEP = {"factors_every": 1, "basis_every": 1, "rescaling_every": 1}
 

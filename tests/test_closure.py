@@ -7,12 +7,12 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.nn.functional as F
-from dense import METHODS
 from torch import Tensor, nn
-from training import Batch, assert_identical, everything, mlp, train, vectors
 
+from dense import METHODS
 from tekfac import TEKFAC
 from tekfac.natural_gradient import NaturalGradient
+from training import Batch, assert_identical, everything, mlp, train, vectors
 
 
 def closure_of(model: nn.Module, optimizer: torch.optim.Optimizer, batch: Batch) -> Callable[[], Tensor]:

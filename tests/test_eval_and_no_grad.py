@@ -11,10 +11,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from training import assert_identical, backward, everything, mlp, train, vectors
 
 from tekfac import TEKFAC
 from tekfac.natural_gradient import NaturalGradient
+from training import assert_identical, backward, everything, mlp, train, vectors
 
 INTERVALS = {"factors_every": 1, "basis_every": 2, "rescaling_every": 1}
 OTHER = vectors(1, seed=77)[0]

@@ -7,14 +7,14 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from dense import METHODS, assert_close
 from torch import Tensor
-from training import assert_identical, mlp, through_a_file, train, vectors
 
+from dense import METHODS, assert_close
 from tekfac import TEKFAC
 from tekfac.eigenbasis import JITTERS, DecompositionError, symmetric_eigen
 from tekfac.natural_gradient import NaturalGradient
 from tekfac.rescaling import rotated
+from training import assert_identical, mlp, through_a_file, train, vectors
 
 Eigh = Callable[[Tensor], tuple[Tensor, Tensor]]
 EIGH: Eigh = torch.linalg.eigh

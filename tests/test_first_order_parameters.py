@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from dense import METHODS
 from torch import Tensor, nn
-from training import assert_identical, cnn, images, mlp, train, vectors
 
+from dense import METHODS
 from tekfac import TEKFAC
 from tekfac.natural_gradient import NaturalGradient
+from training import assert_identical, cnn, images, mlp, train, vectors
 
 
 @pytest.mark.parametrize("method", METHODS)

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from typing import Any
 
-import oracle
 import pytest
 import torch
 import torch.nn.functional as F
-from dense import METHODS, assert_close, dense_block, oracle_block, sample_loss
 from torch import Tensor, nn
-from training import assert_identical, backward, cnn, copied, everything, images, mlp, train, vectors
 
+import oracle
+from dense import METHODS, assert_close, dense_block, oracle_block, sample_loss
 from tekfac import KFAC, TEKFAC, TKFAC
 from tekfac.natural_gradient import NaturalGradient
+from training import assert_identical, backward, cnn, copied, everything, images, mlp, train, vectors
 
 FISHERS = ("sampled", "empirical", "exact")
 LAYERS = ("0", "2")

@@ -7,12 +7,12 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from dense import METHODS, assert_close
 from torch import Tensor, nn
-from training import assert_identical, backward, everything, images, train, vectors
 
+from dense import METHODS, assert_close
 from tekfac import EKFAC, TEKFAC
 from tekfac.natural_gradient import NaturalGradient
+from training import assert_identical, backward, everything, images, train, vectors
 
 FISHERS = ("sampled", "empirical", "exact")
 

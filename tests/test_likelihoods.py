@@ -5,17 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import oracle
 import pytest
 import torch
 import torch.nn.functional as F
-from dense import METHODS, assert_close, dense_block, sharings
 from torch import Tensor, nn
-from training import assert_identical, mlp, train, vectors
 
+import oracle
+from dense import METHODS, assert_close, dense_block, sharings
 from tekfac import KFAC, TEKFAC
 from tekfac.likelihoods import Bernoulli, Categorical, Gaussian, Likelihood, as_likelihood
 from tekfac.natural_gradient import NaturalGradient
+from training import assert_identical, mlp, train, vectors
 
 Column = Callable[[int], oracle.Loss]
 IGNORED = -100

@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 import torch
-from dense import METHODS, assert_close, sharings
 from torch import Tensor, nn
-from training import Batch, mlp, train, vectors
 
+from dense import METHODS, assert_close, sharings
 from tekfac import TEKFAC
 from tekfac.natural_gradient import NaturalGradient
 from tekfac.rows import LayerBatch, Rows
+from training import Batch, mlp, train, vectors
 
 BUDGETS = (1, 700, 5000, 20_000)
 UNLIMITED = 10**12

@@ -8,14 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from dense import METHODS
-from training import mlp
 
 import tekfac
+from dense import METHODS
 from tekfac import EKFAC, KFAC, TEKFAC, TKFAC, methods
 from tekfac.factors import PLAIN, TRACE_RESTRICTED
 from tekfac.natural_gradient import NaturalGradient
 from tekfac.rescaling import CORRECTED, PRODUCT
+from training import mlp
 
 SOURCE = Path(tekfac.__file__).parent
 NAMES = {"KFAC", "EKFAC", "TKFAC", "TEKFAC"}

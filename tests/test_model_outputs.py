@@ -11,10 +11,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from training import assert_identical, everything, vectors
 
 from tekfac import TEKFAC
 from tekfac.likelihoods import OutputShapeError
+from training import assert_identical, everything, vectors
 
 Pair = namedtuple("Pair", ["logits", "features"])
 

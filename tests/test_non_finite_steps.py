@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from dense import METHODS
 from torch import Tensor, nn
-from training import Batch, assert_identical, backward, differences, everything, mlp, train, vectors
 
+from dense import METHODS
 from tekfac import EKFAC, KFAC, TEKFAC
 from tekfac.natural_gradient import NaturalGradient
+from training import Batch, assert_identical, backward, differences, everything, mlp, train, vectors
 
 NAN, INFINITY = float("nan"), float("inf")
 INTERVALS = {"factors_every": 2, "basis_every": 4}

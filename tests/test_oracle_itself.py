@@ -9,12 +9,13 @@ import itertools
 import math
 from collections.abc import Callable, Iterator
 
-import oracle
 import pytest
 import torch
-from oracle import Factored, Layer, Sharing
 from torch import Tensor, nn
 from torch.nn.functional import conv2d, cross_entropy, unfold
+
+import oracle
+from oracle import Factored, Layer, Sharing
 
 RTOL = 1e-10
 SHARINGS: tuple[Sharing, ...] = ("exact", "expand", "reduce")

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import oracle
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import Tensor, nn
+
+import oracle
 from dense import METHODS, assert_close, dense_block, gradient_step, measured, sharings
 from layer_kinds import (
     BIASES,
@@ -27,8 +29,6 @@ from layer_kinds import (
     samples_of,
     step_of,
 )
-from torch import Tensor, nn
-
 from tekfac import KFAC, TEKFAC, TKFAC
 from tekfac.damping import Factored
 from tekfac.eigenbasis import decompose

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-import oracle
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import Tensor, nn
+
+import oracle
 from dense import METHODS, assert_close, dense_block, dense_factors, gradient_step, measured, relative_error
 from layer_kinds import (
     BIASES,
@@ -25,8 +27,6 @@ from layer_kinds import (
     samples_of,
     step_of,
 )
-from torch import Tensor, nn
-
 from tekfac import EKFAC, KFAC, TEKFAC, TKFAC
 from tekfac.averages import Average
 from tekfac.curvature import Due, LayerCurvature, Recipe, refreshed

@@ -6,10 +6,13 @@ import itertools
 import math
 from dataclasses import replace
 
-import oracle
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import Tensor, nn
+
+import oracle
+import tekfac.rescaling
 from dense import assert_close, dense_block, measured, relative_error, sharings
 from layer_kinds import (
     BIASES,
@@ -26,9 +29,6 @@ from layer_kinds import (
     samples_of,
     step_of,
 )
-from torch import Tensor, nn
-
-import tekfac.rescaling
 from tekfac import EKFAC, KFAC, TEKFAC, TKFAC, methods
 from tekfac.eigenbasis import Eigenbasis
 from tekfac.factors import FactorRule, plain_expand, plain_reduce

@@ -5,10 +5,12 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable
 
-import oracle
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import Tensor, nn
+
+import oracle
 from dense import METHODS, assert_close, dense_block, measured, relative_error, sharings
 from layer_kinds import (
     BIASES,
@@ -25,8 +27,6 @@ from layer_kinds import (
     random_rows,
     samples_of,
 )
-from torch import Tensor, nn
-
 from tekfac import EKFAC, KFAC, TEKFAC, TKFAC
 from tekfac.curvature import Due, LayerCurvature, Recipe, refreshed
 from tekfac.likelihoods import Categorical, Gaussian

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-import oracle
 import pytest
 import torch
+from torch import Tensor, nn
+
+import oracle
+import tekfac.factors
 from dense import assert_close, dense_block, dense_factors, measured, relative_error
 from layer_kinds import (
     BIASES,
@@ -22,9 +25,6 @@ from layer_kinds import (
     random_rows,
     samples_of,
 )
-from torch import Tensor, nn
-
-import tekfac.factors
 from tekfac import KFAC, TEKFAC, TKFAC
 from tekfac.factors import (
     PLAIN,

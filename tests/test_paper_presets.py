@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 import torch
-from dense import METHODS
-from training import assert_identical, cnn, everything, images, mlp, train, vectors
 
+from dense import METHODS
 from tekfac import EKFAC, KFAC, TEKFAC, TKFAC
 from tekfac.damping import BesideConvolutions, TraceBased
 from tekfac.natural_gradient import NaturalGradient
+from training import assert_identical, cnn, everything, images, mlp, train, vectors
 
 ALL: dict[str, Any] = {
     "lr": 1e-3,

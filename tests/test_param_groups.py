@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from typing import Any
 
-import oracle
 import pytest
 import torch
-from dense import METHODS, assert_close, dense_block
 from torch import Tensor, nn
-from training import assert_identical, backward, cnn, everything, images, mlp, train, vectors
 
+import oracle
+from dense import METHODS, assert_close, dense_block
 from tekfac import EKFAC, TEKFAC
 from tekfac.damping import Tikhonov, TraceBased
 from tekfac.natural_gradient import NaturalGradient
+from training import assert_identical, backward, cnn, everything, images, mlp, train, vectors
 
 
 def deltas(model: nn.Module, optimizer: NaturalGradient, batch: tuple[Tensor, Tensor]) -> dict[str, Tensor]:

@@ -5,17 +5,17 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-import oracle
 import pytest
 import torch
 import torch.nn.functional as F
-from dense import METHODS, assert_close, sharings
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from layer_kinds import Case, captured, expected_block, groups_of, make_case, step_of
 from torch import Tensor, nn
 from torch.func import functional_call, grad, vmap
 
+import oracle
+from dense import METHODS, assert_close, sharings
+from layer_kinds import Case, captured, expected_block, groups_of, make_case, step_of
 from tekfac.natural_gradient import NaturalGradient
 
 pytestmark = pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel lengths:UserWarning")

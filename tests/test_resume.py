@@ -6,8 +6,12 @@ from typing import Any
 
 import pytest
 import torch
-from dense import METHODS
 from torch import nn
+
+from dense import METHODS
+from tekfac import EKFAC, KFAC, TEKFAC
+from tekfac.damping import TraceBased
+from tekfac.natural_gradient import NaturalGradient
 from training import (
     assert_identical,
     backward,
@@ -20,10 +24,6 @@ from training import (
     train,
     vectors,
 )
-
-from tekfac import EKFAC, KFAC, TEKFAC
-from tekfac.damping import TraceBased
-from tekfac.natural_gradient import NaturalGradient
 
 Run = tuple[nn.Module, NaturalGradient, Any]
 CYCLE = 6

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from dense import assert_close, dense_block, measured
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
+from dense import assert_close, dense_block, measured
 from tekfac import TKFAC
 
 N, D, CLASSES = 4, 3, 3

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from typing import Any
 
-import oracle
 import pytest
 import torch
-from dense import METHODS, assert_close, dense_block
 from torch import Tensor, nn
-from training import Batch, mlp, train, vectors
 
+import oracle
+from dense import METHODS, assert_close, dense_block
 from tekfac import EKFAC, KFAC, TEKFAC, TKFAC
 from tekfac.curvature import LayerCurvature
 from tekfac.natural_gradient import NaturalGradient
+from training import Batch, mlp, train, vectors
 
 CORRECTED = (EKFAC, TEKFAC)
 LAYER = "0"

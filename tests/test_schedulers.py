@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-from dense import METHODS
 from torch.optim import Optimizer, lr_scheduler
-from training import assert_identical, cnn, images, mlp, train, vectors
 
+from dense import METHODS
 from tekfac import TEKFAC
 from tekfac.natural_gradient import NaturalGradient
+from training import assert_identical, cnn, images, mlp, train, vectors
 
 SCHEDULERS: dict[str, Callable[[Optimizer], Any]] = {
     "step": lambda o: lr_scheduler.StepLR(o, step_size=2, gamma=0.1),

@@ -5,17 +5,17 @@ from __future__ import annotations
 import logging
 from typing import Any
 
-import oracle
 import pytest
 import torch
 import torch.nn.functional as F
-from dense import METHODS, RTOL, assert_close, dense_block
 from torch import Tensor, nn
-from training import Batch, train, vectors
 
+import oracle
+from dense import METHODS, RTOL, assert_close, dense_block
 from tekfac import EKFAC, KFAC, TEKFAC
 from tekfac.likelihoods import OutputShapeError
 from tekfac.natural_gradient import NaturalGradient
+from training import Batch, train, vectors
 
 
 class Twice(nn.Module):

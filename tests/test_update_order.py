@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
-import oracle
 import pytest
 import torch
-from dense import METHODS, assert_close, dense_block
 from torch import Tensor, nn
-from training import assert_identical, backward, cnn, copied, everything, images, mlp, train, vectors
 
+import oracle
+from dense import METHODS, assert_close, dense_block
 from tekfac import EKFAC, TEKFAC
 from tekfac.natural_gradient import NaturalGradient
+from training import assert_identical, backward, cnn, copied, everything, images, mlp, train, vectors
 
 DAMPING = 0.1
 

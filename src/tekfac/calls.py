@@ -73,9 +73,8 @@ def layer_batch(
     samples = num_outputs
     if any(length % num_outputs for length in lengths):
         samples = math.gcd(num_outputs, *lengths) if len(calls) == 1 else 1
-    if not any_coarser and (
-        samples != num_outputs or _share_of_probe(calls, num_outputs, probed_sample) < 0.5
-    ):
+    stays = _share_of_probe(calls, num_outputs, probed_sample) >= 0.5
+    if not any_coarser and not (samples == num_outputs and stays):
         raise OutputShapeError(
             f"The rows of layer {layer.name!r} cannot be told apart by sample: the model's outputs have "
             f"{num_outputs} samples, the layer was called with first axes of {lengths}, and gradients of one "
