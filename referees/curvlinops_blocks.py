@@ -41,9 +41,9 @@ import torch
 from curvlinops import EKFACLinearOperator, KFACLinearOperator
 from torch import Tensor, nn
 
-Fisher = Literal["empirical", "type-2"]
+from comparable import Fisher, Loss, check_loss
+
 Sharing = Literal["expand", "reduce"]
-Loss = nn.CrossEntropyLoss | nn.MSELoss
 
 
 def kfac_blocks(
@@ -121,7 +121,7 @@ def _blocks(
     sharing: Sharing,
 ) -> dict[str, Tensor]:
     """Build the operator over all layers and read one dense block per layer from it."""
-    _check_loss(loss, targets)
+    check_loss(loss, targets)
     layers = _supported_layers(model)
     parameters = [p for layer in layers.values() for p in layer.parameters()]
     operator = operator_class(
@@ -143,17 +143,6 @@ def _blocks(
         blocks[name] = scale * block
         position += len(list(layer.parameters()))
     return blocks
-
-
-def _check_loss(loss: Loss, targets: Tensor) -> None:
-    """Refuse the options of the losses that are not taken into account."""
-    plain = loss.reduction in ("mean", "sum")
-    if isinstance(loss, nn.CrossEntropyLoss):
-        plain &= loss.weight is None and loss.label_smoothing == 0.0
-        plain &= not targets.is_floating_point()
-    if not plain:
-        msg = f"unsupported options of {loss}, or class probabilities as targets"
-        raise ValueError(msg)
 
 
 def _supported_layers(model: nn.Module) -> dict[str, nn.Linear | nn.Conv2d]:

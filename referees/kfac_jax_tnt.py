@@ -37,7 +37,6 @@ Importing this module turns on JAX's 64-bit mode for the whole process.
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -47,10 +46,10 @@ import torch
 from jax import Array
 from torch import Tensor, nn
 
+from comparable import Fisher, Loss, check_loss
+
 jax.config.update("jax_enable_x64", True)
 
-Fisher = Literal["empirical", "type-2"]
-Loss = nn.CrossEntropyLoss | nn.MSELoss
 LayerParameters = tuple[Array, ...]
 
 _ESTIMATION_MODES = {"empirical": "fisher_empirical", "type-2": "fisher_exact"}
@@ -96,7 +95,7 @@ def tnt_blocks(
         ValueError: For losses with class weights, label smoothing or class probabilities as
             targets.
     """
-    _check_loss(loss, targets)
+    check_loss(loss, targets)
     layers = {
         name: module for name, module in model.named_children() if isinstance(module, nn.Linear | nn.Conv2d)
     }
@@ -158,17 +157,6 @@ def tnt_block_of_pairs(activations: Tensor, output_gradients: Tensor, *, bias: b
         fisher="empirical",
     )
     return blocks["0"]
-
-
-def _check_loss(loss: Loss, targets: Tensor) -> None:
-    """Refuse the options of the losses that are not taken into account."""
-    plain = loss.reduction in ("mean", "sum")
-    if isinstance(loss, nn.CrossEntropyLoss):
-        plain &= loss.weight is None and loss.label_smoothing == 0.0
-        plain &= not targets.is_floating_point()
-    if not plain:
-        msg = f"unsupported options of {loss}, or class probabilities as targets"
-        raise ValueError(msg)
 
 
 def _to_jax(tensor: Tensor) -> Array:

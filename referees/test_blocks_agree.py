@@ -19,6 +19,7 @@ from dense import assert_close, dense_block, measured
 from kfac_jax_tnt import tnt_blocks
 from tekfac import EKFAC, KFAC, TKFAC
 from tekfac.likelihoods import Gaussian
+from tekfac.natural_gradient import NaturalGradient
 
 FISHER = {"empirical": "empirical", "exact": "type-2"}  # our name: theirs
 
@@ -68,6 +69,12 @@ def problem(network: str, loss: str) -> Problem:
     return Problem(model, inputs, values, summed, lambda out: summed(out, values) / 40, settings)
 
 
+def assert_same_blocks(ours: NaturalGradient, theirs: dict[str, Tensor]) -> None:
+    assert set(theirs) == set(ours.curvature)
+    for name, block in theirs.items():
+        assert_close(dense_block(ours.curvature[name]), block)
+
+
 CASES = pytest.mark.parametrize(
     ("network", "loss", "fisher"),
     [(n, loss, f) for n in ("mlp", "cnn") for loss in ("cross-entropy", "squared error") for f in FISHER],
@@ -76,24 +83,19 @@ CASES = pytest.mark.parametrize(
 
 @CASES
 @pytest.mark.parametrize("sharing", ["expand", "reduce"])
-def test_kfac_blocks_equal_those_of_curvlinops(network: str, loss: str, fisher: str, sharing: str) -> None:
+@pytest.mark.parametrize(("method", "referee"), [(KFAC, kfac_blocks), (EKFAC, ekfac_blocks)])
+def test_kfac_and_ekfac_blocks_equal_those_of_curvlinops(
+    method: type[NaturalGradient],
+    referee: Callable[..., dict[str, Tensor]],
+    sharing: str,
+    network: str,
+    loss: str,
+    fisher: str,
+) -> None:
     p = problem(network, loss)
-    theirs = kfac_blocks(p.model, p.inputs, p.targets, p.loss, fisher=FISHER[fisher], sharing=sharing)
-    ours = measured(KFAC, p.model, p.inputs, p.training_loss, fisher=fisher, sharing=sharing, **p.settings)
-    assert set(theirs) == set(ours.curvature)
-    for name, block in theirs.items():
-        assert_close(dense_block(ours.curvature[name]), block)
-
-
-@CASES
-@pytest.mark.parametrize("sharing", ["expand", "reduce"])
-def test_ekfac_blocks_equal_those_of_curvlinops(network: str, loss: str, fisher: str, sharing: str) -> None:
-    p = problem(network, loss)
-    theirs = ekfac_blocks(p.model, p.inputs, p.targets, p.loss, fisher=FISHER[fisher], sharing=sharing)
-    ours = measured(EKFAC, p.model, p.inputs, p.training_loss, fisher=fisher, sharing=sharing, **p.settings)
-    assert set(theirs) == set(ours.curvature)
-    for name, block in theirs.items():
-        assert_close(dense_block(ours.curvature[name]), block)
+    theirs = referee(p.model, p.inputs, p.targets, p.loss, fisher=FISHER[fisher], sharing=sharing)
+    ours = measured(method, p.model, p.inputs, p.training_loss, fisher=fisher, sharing=sharing, **p.settings)
+    assert_same_blocks(ours, theirs)
 
 
 @CASES
@@ -102,6 +104,4 @@ def test_tkfac_blocks_equal_those_of_kfac_jax(network: str, loss: str, fisher: s
     p = problem(network, loss)
     theirs = tnt_blocks(p.model, p.inputs, p.targets, p.loss, fisher=FISHER[fisher])
     ours = measured(TKFAC, p.model, p.inputs, p.training_loss, fisher=fisher, sharing="expand", **p.settings)
-    assert set(theirs) == set(ours.curvature)
-    for name, block in theirs.items():
-        assert_close(dense_block(ours.curvature[name]), block)
+    assert_same_blocks(ours, theirs)
