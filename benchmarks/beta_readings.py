@@ -30,9 +30,7 @@ METHODS = {"TKFAC": tekfac.TKFAC, "TEKFAC": tekfac.TEKFAC}
 
 def main() -> None:
     """Train every combination and print, and perhaps write, the table."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data-dir", type=Path, required=True)
     parser.add_argument("--images", type=int, default=10_000, help="how many of the training images")
     parser.add_argument("--epochs", type=int, default=4)

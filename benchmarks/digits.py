@@ -151,9 +151,7 @@ def tune(data: Data) -> None:
 
 def main() -> None:
     """Compare, or tune."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tune", action="store_true", help="choose the learning rates")
     parser.add_argument("--report", type=Path, help="write the table to this file, too")
     arguments = parser.parse_args()

@@ -47,9 +47,7 @@ def _commit() -> str:
         return subprocess.run(["git", *arguments], capture_output=True, text=True, check=True).stdout.strip()
 
     try:
-        return git("rev-parse", "--short", "HEAD") + (
-            "+changes" if git("status", "--porcelain", "src") else ""
-        )
+        return git("rev-parse", "--short", "HEAD") + ("+changes" if git("status", "--porcelain", "src") else "")
     except (OSError, subprocess.CalledProcessError):
         return "unknown"
 

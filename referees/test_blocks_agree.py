@@ -37,9 +37,7 @@ class Problem:
 
 
 def mlp() -> nn.Sequential:
-    return nn.Sequential(
-        nn.Linear(5, 6), nn.Tanh(), nn.Linear(6, 4, bias=False), nn.Sigmoid(), nn.Linear(4, 3)
-    )
+    return nn.Sequential(nn.Linear(5, 6), nn.Tanh(), nn.Linear(6, 4, bias=False), nn.Sigmoid(), nn.Linear(4, 3))
 
 
 def cnn() -> nn.Sequential:

@@ -149,8 +149,6 @@ def captured(
         likelihood=as_likelihood(likelihood),
         fisher=fisher,
         loss_reduction=loss_reduction,
-        outputs=None,
-        seed=0,
     )
     capture.armed = True
     model.zero_grad()

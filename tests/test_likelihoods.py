@@ -387,7 +387,6 @@ def test_a_likelihood_class_of_the_users_own_is_taken() -> None:
         """As Categorical, with another name."""
 
     first, second = (
-        moments_with(which, mlp(), *(v.clone() for v in vectors(1)[0]))
-        for which in (Sharper(), "categorical")
+        moments_with(which, mlp(), *(v.clone() for v in vectors(1)[0])) for which in (Sharper(), "categorical")
     )
     assert_identical(first, second)

@@ -428,10 +428,7 @@ def test_16_gradient_square_is_unbiased_over_all_label_draws() -> None:
         )
         q_out, q_in = orthogonal(3), orthogonal(d_in)
         by_label = torch.stack(
-            [
-                oracle.per_sample(model, cross_entropy, x, torch.full((3,), c), layer).gradients
-                for c in range(3)
-            ]
+            [oracle.per_sample(model, cross_entropy, x, torch.full((3,), c), layer).gradients for c in range(3)]
         )  # [C, B, 1, d_out, d_in]
         square, outer = torch.zeros(3, d_in), torch.zeros_like(expected)
         for labels in itertools.product(range(3), repeat=3):

@@ -49,9 +49,7 @@ def normal(*shape: int, seed: int = 0) -> Tensor:
 
 
 def factored_block(inputs: Tensor, outputs: Tensor, on_inputs: Tensor, on_outputs: Tensor) -> Tensor:
-    return torch.kron(
-        outputs + on_outputs * identity(len(outputs)), inputs + on_inputs * identity(len(inputs))
-    )
+    return torch.kron(outputs + on_outputs * identity(len(outputs)), inputs + on_inputs * identity(len(inputs)))
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -524,9 +522,7 @@ def test_29_theta_is_rotated_then_averaged(kind: str, bias: bool, method: type[N
         for group in groups_of(run.samples[0]):
             q_out = curvature.basis.vectors_out[group].contiguous()
             q_in = curvature.basis.vectors_in[group].contiguous()
-            factors = [
-                expected_factors(method, samples, own_sharing(method), group) for samples in run.samples
-            ]
+            factors = [expected_factors(method, samples, own_sharing(method), group) for samples in run.samples]
             if method is EKFAC:
                 assert_diagonalises(q_in, weighted_mean([f.inputs for f in factors], 0.9))
                 assert_diagonalises(q_out, weighted_mean([f.outputs for f in factors], 0.9))

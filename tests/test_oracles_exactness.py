@@ -336,9 +336,7 @@ def test_23_blocks_of_the_exact_fisher(
     case = case_of(kind, bias)
     optimizer = measured(method, case.model, case.inputs, case.loss, fisher="exact", sharing=sharing)
     for layer in ("layer", "head"):
-        assert_blocks_agree(
-            method, samples_of(kind, bias, "exact", layer), sharing, optimizer.curvature[layer]
-        )
+        assert_blocks_agree(method, samples_of(kind, bias, "exact", layer), sharing, optimizer.curvature[layer])
 
 
 @pytest.mark.parametrize("kind", ["linear", "conv2d"])

@@ -26,7 +26,7 @@ ALL: dict[str, Any] = {
 }
 CORRECTED: dict[str, Any] = {"basis_every": 50, "rescaling_every": 50, "rescaling_decay": 0.95}
 PRODUCT: dict[str, Any] = {"basis_every": 200}
-RESTRICTED: dict[str, Any] = {"trace_floor": 1e-2, "averaging": "factors", "beta": "scale_all"}
+RESTRICTED: dict[str, Any] = {"trace_floor": 1e-2, "averaging": "factors", "beta": "add"}
 PAPER: dict[type[NaturalGradient], dict[str, Any]] = {
     KFAC: ALL | PRODUCT,
     EKFAC: ALL | CORRECTED,
@@ -59,9 +59,7 @@ def test_the_intervals_are_those_of_the_paper(method: type[NaturalGradient]) -> 
             factors.append(k)
         if old is None or new.basis is not old.basis:
             bases.append(k)
-        if new.theta is not None and (
-            old is None or old.theta is None or new.theta.weight != old.theta.weight
-        ):
+        if new.theta is not None and (old is None or old.theta is None or new.theta.weight != old.theta.weight):
             thetas.append(k)
         old = new
     assert factors == [0, 50, 100, 150, 200]
@@ -83,7 +81,7 @@ def test_an_unknown_override_is_refused() -> None:
 
 
 def test_tekfac_damps_convolutions_by_their_trace_and_the_layer_beside_them_by_beta() -> None:
-    """lambda = max(tr Theta, floor) / dim for the convolution; D = beta (Theta + lambda) beside it."""
+    """lambda = max(tr Theta, floor) / dim for the convolution; D = Theta + beta beside it."""
     steps = []
     for damped in (None, "by hand"):
         model = cnn()
@@ -92,7 +90,7 @@ def test_tekfac_damps_convolutions_by_their_trace_and_the_layer_beside_them_by_b
             if damped is None
             else [
                 {"params": ["0"], "damping": TraceBased(1e-2)},
-                {"params": ["4"], "damping": BesideConvolutions("scale_all", floor=1e-2)},
+                {"params": ["4"], "damping": BesideConvolutions("add", floor=1e-2)},
             ]
         )
         optimizer = TEKFAC.paper(model, seed=0, param_groups=groups)

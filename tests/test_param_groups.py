@@ -69,9 +69,7 @@ def test_weight_and_bias_of_a_layer_may_have_different_rates() -> None:
 def test_weight_decay_is_per_group() -> None:
     plain, start = one_step(), dict(mlp().named_parameters())
     grouped = one_step(param_groups=[{"params": ["0.weight"], "weight_decay": 0.5}])
-    assert_close(
-        grouped["0.weight"], plain["0.weight"] - 2.0**-6 * 0.5 * start["0.weight"].detach(), rtol=1e-9
-    )
+    assert_close(grouped["0.weight"], plain["0.weight"] - 2.0**-6 * 0.5 * start["0.weight"].detach(), rtol=1e-9)
     assert_close(grouped["0.bias"], plain["0.bias"], rtol=1e-12)
 
 

@@ -39,9 +39,7 @@ def gradients(model: nn.Module) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("kl_clip", [None, 1e-6, 1e3])
 @pytest.mark.parametrize("method", METHODS)
-def test_steps_follow_the_order_of_the_reference(
-    method: type[NaturalGradient], kl_clip: float | None
-) -> None:
+def test_steps_follow_the_order_of_the_reference(method: type[NaturalGradient], kl_clip: float | None) -> None:
     """P g; clip it; v = momentum v + P g; w = (1 - lr decay) w - lr v; with a rate that changes."""
     momentum, decay = 0.8, 0.3
     model = mlp()
@@ -76,9 +74,7 @@ def clipped_step(
 ) -> tuple[nn.Module, dict[str, Tensor]]:
     """A model with its gradients, and what one step without momentum added to the parameters."""
     model = mlp()
-    optimizer = TEKFAC(
-        model, lr=lr, momentum=0.0, damping=DAMPING, kl_clip=kl_clip, fisher="exact", **settings
-    )
+    optimizer = TEKFAC(model, lr=lr, momentum=0.0, damping=DAMPING, kl_clip=kl_clip, fisher="exact", **settings)
     before = parameters(model)
     train(model, optimizer, vectors(1))
     return model, {name: after - before[name] for name, after in parameters(model).items()}

@@ -28,6 +28,7 @@ class Call:
         module: which of the layer's modules.
         inputs: what the module received, [L, ...].
         edge: where the gradient of the output passes; None where the output is the model's own.
+        version: of the inputs, to notice a change in place.
         gradients: of the output, [L, ...] each, one for every back-propagated vector.
         probe: the gradient of the output that a single sample of the model's outputs causes, [L, ...]; only
             taken where the shape alone does not tell which axis holds the samples.
@@ -37,6 +38,7 @@ class Call:
     module: nn.Module
     inputs: Tensor
     edge: GradientEdge | None
+    version: int
     gradients: list[Tensor] = field(default_factory=list)
     probe: Tensor | None = None
 
@@ -52,7 +54,7 @@ def layer_batch(
     *,
     any_coarser: bool,
     probed_sample: int,
-) -> LayerBatch:
+) -> tuple[LayerBatch, str | None]:
     """All calls of one layer as one batch, each sample's positions one after the other.
 
     Args:
@@ -65,6 +67,9 @@ def layer_batch(
             adds noise but no bias (docs/mathematics.md, section 6).
         probed_sample: whose outputs the calls' probes come from.
 
+    Returns:
+        The batch, and what is doubtful about it, in words.
+
     Raises:
         OutputShapeError: if rows cannot be told apart by sample but have to be.
     """
@@ -73,13 +78,18 @@ def layer_batch(
     samples = num_outputs
     if any(length % num_outputs for length in lengths):
         samples = math.gcd(num_outputs, *lengths) if len(calls) == 1 else 1
-    stays = _share_of_probe(calls, num_outputs, probed_sample) >= 0.5
-    if not any_coarser and not (samples == num_outputs and stays):
-        raise OutputShapeError(
-            f"The rows of layer {layer.name!r} cannot be told apart by sample: the model's outputs have "
+    doubt = None
+    if samples != num_outputs or _share_of_probe(calls, num_outputs, probed_sample) < 0.5:
+        doubt = (
+            f"the rows of layer {layer.name!r} cannot be told apart by sample: the model's outputs have "
             f"{num_outputs} samples, the layer was called with first axes of {lengths}, and gradients of one "
-            "sample's outputs do not stay with one sample's rows. Keep the samples as first axis throughout, "
-            f"leave the layer to first order (first_order=[{layer.name!r}]), or use fisher='sampled'."
+            "sample's outputs do not stay with one sample's rows. If the samples are another axis of the "
+            "outputs, say which: batch_dim=..."
+        )
+    if doubt is not None and not any_coarser:
+        raise OutputShapeError(
+            f"{doubt[0].upper()}{doubt[1:]}. Otherwise leave the layer to first order "
+            f"(first_order=[{layer.name!r}]), or use fisher='sampled'."
         )
     ignored = None if bool(counted.all()) else ~counted
 
@@ -89,7 +99,7 @@ def layer_batch(
     positions = sum(call.gradients[0].numel() for call in calls) // (layer.weight.shape[0] * samples)
     columns = len(calls[0].gradients)
     shape = BatchShape(columns, layer.groups, samples, positions, layer.d_in, layer.d_out)
-    return LayerBatch(shape, num_terms, slice_rows)
+    return LayerBatch(shape, num_terms, slice_rows), doubt if samples == num_outputs else None
 
 
 def arrangements(call: Call, num_samples: int) -> list[Arrangement]:

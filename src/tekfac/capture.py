@@ -7,21 +7,24 @@ are sent from there down to the noted edges. So no second pass is needed in the 
 pass that is never followed by a backward pass leaves nothing behind, and the training gradient tells
 which targets are ignored.
 
-Two things here are worth knowing when changing them:
+Three things here are worth knowing when changing them:
 
 * Outputs of layers are kept as graph *edges*. An in-place activation after a layer changes the tensor,
   not the edge.
 * The hook on the model's outputs must not own the graph node it hangs on, or a graph that is dropped
   without a backward pass would never be freed. It therefore asks autograd for the node it runs at.
+* Which axis of a layer's input holds the samples is not always told by shapes. A probe, one sample's
+  gradient sent down alone, shows where that sample's rows are.
 """
 
 from __future__ import annotations
 
 import logging
+import sys
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
@@ -30,8 +33,10 @@ from torch.utils.hooks import RemovableHandle
 
 from tekfac.calls import Call, arrangements, layer_batch, samples_first
 from tekfac.layers import Layer
-from tekfac.likelihoods import Likelihood, OutputShapeError, Prediction
+from tekfac.likelihoods import Likelihood, Prediction
+from tekfac.outputs import OutputSelector, find_outputs
 from tekfac.rows import LayerBatch
+from tekfac.sampling import Sampling
 
 logger = logging.getLogger("tekfac")
 
@@ -40,8 +45,6 @@ FISHER_KINDS: tuple[FisherKind, ...] = ("sampled", "empirical", "exact")
 
 LossReduction = Literal["mean", "batchmean", "sum"]
 LOSS_REDUCTIONS: tuple[LossReduction, ...] = ("mean", "batchmean", "sum")
-
-OutputSelector = Callable[[Any], Tensor]
 
 
 @dataclass
@@ -58,7 +61,11 @@ class Capture:
         armed: whether forward passes are noted. Off, a hook costs one look at this flag.
         batches: what was captured since the last `clear`, by layer name, one entry per forward pass.
         problems: what kept a forward pass from being captured, in words.
+        sampling: the generator of drawn labels.
     """
+
+    _sending: ClassVar[bool] = False
+    """Whether some capture is back-propagating vectors of its own: then no other may take them for training."""
 
     def __init__(
         self,
@@ -67,73 +74,53 @@ class Capture:
         *,
         likelihood: Likelihood,
         fisher: FisherKind,
-        loss_reduction: LossReduction,
-        outputs: OutputSelector | None,
-        seed: int,
+        loss_reduction: LossReduction = "mean",
+        batch_dim: int = 0,
+        outputs: OutputSelector | None = None,
+        seed: int = 0,
     ) -> None:
         self.armed = False
+        self.batches: dict[str, list[LayerBatch]] = {}
+        self.problems: list[str] = []
+        self.sampling = Sampling(seed)
         self._likelihood = likelihood
         self._fisher = fisher
         self._loss_reduction = loss_reduction
+        self._batch_dim = batch_dim
         self._select = outputs or find_outputs
-        self._seed = seed
-        self._generator: torch.Generator | None = None
-        self._state_before_draw: Tensor | None = None
         self._window: Window | None = None
-        self._sending = False
-        self.batches: dict[str, list[LayerBatch]] = {}
-        self.problems: list[str] = []
+        self._depth = 0
+        self._probed: set[str] = set()
+        self._warned: set[str] = set()
         handles = [
-            module.register_forward_hook(_Hook(self, "_note_call", layer), with_kwargs=True)
+            module.register_forward_hook(_Hook(self, "_note_call", layer), with_kwargs=True, prepend=True)
             for layer in layers
             for module in layer.modules
         ]
         handles.append(model.register_forward_pre_hook(_Hook(self, "_open_window")))
-        handles.append(model.register_forward_hook(_Hook(self, "_close_window")))
+        handles.append(model.register_forward_hook(_Hook(self, "_close_window"), always_call=True))
         self._remove_hooks = weakref.finalize(self, _remove, handles)
 
     def clear(self) -> None:
         """Let go of what was captured."""
         self.batches, self.problems = {}, []
-        self._state_before_draw = None
+        self.sampling.keep()
 
     def roll_back(self) -> None:
         """Let go of what was captured, as if its labels had never been drawn."""
-        if self._state_before_draw is not None and self._generator is not None:
-            self._generator.set_state(self._state_before_draw)
+        self.sampling.roll_back()
         self.clear()
 
     def remove_hooks(self) -> None:
         """Stop watching the model for good."""
         self._remove_hooks()
 
-    # -- the sampling generator ------------------------------------------------------------------------
-
-    def sampling_state(self) -> dict[str, Any]:
-        """The sampling generator as plain values."""
-        state = None if self._generator is None else self._generator.get_state()
-        device = None if self._generator is None else str(self._generator.device)
-        return {"seed": self._seed, "device": device, "state": state}
-
-    def load_sampling_state(self, saved: Mapping[str, Any]) -> None:
-        """Go on drawing where the saved generator stopped."""
-        self._seed = saved["seed"]
-        self._generator = None
-        if saved["state"] is not None:
-            self._generator = torch.Generator(device=saved["device"])
-            self._generator.set_state(saved["state"].cpu())
-
-    def _generator_on(self, device: torch.device) -> torch.Generator:
-        if self._generator is None or self._generator.device != device:
-            self._generator = torch.Generator(device=device).manual_seed(self._seed)
-        if self._state_before_draw is None:
-            self._state_before_draw = self._generator.get_state()
-        return self._generator
-
-    # -- hooks -----------------------------------------------------------------------------------------
+    # -- the forward pass ------------------------------------------------------------------------------
 
     def _open_window(self, model: nn.Module, args: tuple[Any, ...]) -> None:
-        self._window = Window() if model.training and _records_gradients() else None
+        if self._depth == 0:
+            self._window = Window() if model.training and _records_gradients() else None
+        self._depth += 1
 
     def _note_call(
         self,
@@ -151,16 +138,20 @@ class Capture:
         inputs = args[0] if args else kwargs["input"]
         # Data may be overwritten by the user before step(); what autograd has saved may not.
         kept = inputs.detach() if inputs.requires_grad else inputs.clone()
-        window.calls.append(Call(layer, module, kept, get_gradient_edge(output)))
+        window.calls.append(Call(layer, module, kept, get_gradient_edge(output), kept._version))
 
     def _close_window(self, model: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        self._depth = max(0, self._depth - 1)
+        if self._depth > 0:  # the model called itself
+            return
         window, self._window = self._window, None
-        if window is None or not window.calls:
+        forward_raised = output is None and sys.exc_info()[0] is not None
+        if window is None or not window.calls or forward_raised:
             return
         outputs = self._select(output)
         self._likelihood.check(outputs)
         node = outputs.grad_fn
-        if node is None:
+        if node is None or outputs.numel() == 0:
             return
         # What was called after the outputs were made gets nothing from them, and must not be owned here.
         window.calls = [call for call in window.calls if _age(call) <= node._sequence_nr()]
@@ -171,13 +162,15 @@ class Capture:
 
         def at_outputs(gradient: Tensor) -> None:
             owner = capture()
-            if owner is None or owner._sending or not window.calls:
+            if owner is None or Capture._sending or not window.calls or not _trains(window.calls):
                 return
             node = torch._C._current_autograd_node()
             calls, window.calls = window.calls, []
             owner._receive(GradientEdge(node, output_nr), values, gradient, calls)
 
         outputs.register_hook(at_outputs)  # type: ignore[no-untyped-call]
+
+    # -- the backward pass -----------------------------------------------------------------------------
 
     def _receive(
         self, outputs_edge: GradientEdge, outputs: Tensor, gradient: Tensor, calls: list[Call]
@@ -187,40 +180,71 @@ class Capture:
         if bool(unusable.any()) or not bool(torch.isfinite(gradient).all()):
             self.problems.append("the model's outputs or their gradients are not finite")
             return
+        outputs, gradient = outputs.movedim(self._batch_dim, 0), gradient.movedim(self._batch_dim, 0)
         prediction = self._likelihood.predict(outputs, gradient)
+        if prediction.doubt is not None:
+            self._warn_once(prediction.doubt)
         num_terms = self._num_terms(prediction)
         if not num_terms:
             return
-        probed_sample = int(prediction.counted.any(dim=1).nonzero()[0])
-        self._sending = True
+
+        def send(vector: Tensor) -> list[Tensor | None]:
+            return _send(outputs_edge, vector.movedim(0, self._batch_dim), calls)
+
+        # The last sample, since in a causal model with samples and positions mixed up it reaches most rows.
+        probed_sample = int(prediction.counted.any(dim=1).nonzero()[-1])
+        Capture._sending = True
         try:
             for vector in self._vectors(prediction, gradient, num_terms, outputs.device):
-                for call, arrived in zip(calls, _send(outputs_edge, vector, calls), strict=True):
+                for call, arrived in zip(calls, send(vector), strict=True):
                     if arrived is not None:
                         call.gradients.append(arrived)
-            if _samples_are_unclear(calls, len(outputs)):
+            if self._samples_are_unclear(calls, outputs):
                 probe = torch.zeros_like(gradient)
                 probe[probed_sample] = gradient[probed_sample]
-                for call, arrived in zip(calls, _send(outputs_edge, probe, calls), strict=True):
+                for call, arrived in zip(calls, send(probe), strict=True):
                     call.probe = arrived
         finally:
-            self._sending = False
+            Capture._sending = False
+        self._keep(calls, prediction, num_terms, probed_sample)
+
+    def _keep(self, calls: Sequence[Call], prediction: Prediction, num_terms: int, probed_sample: int) -> None:
+        """Join the calls of each layer to a batch."""
+        num_samples = len(prediction.counted)
         by_layer: dict[str, list[Call]] = {}
         for call in calls:
-            if call.gradients:
-                arranged = samples_first(call, len(outputs), probed_sample)
+            if call.inputs._version != call.version:
+                self._warn_once(
+                    f"the input of layer {call.layer.name!r} was changed in place after the layer was called "
+                    "(inside a checkpointed segment?), so its statistics are left out"
+                )
+            elif call.gradients:
+                arranged = samples_first(call, num_samples, probed_sample)
                 by_layer.setdefault(call.layer.name, []).append(arranged)
-        any_coarser = self._fisher == "sampled"
         for name, layer_calls in by_layer.items():
-            batch = layer_batch(
+            batch, doubt = layer_batch(
                 layer_calls,
-                len(outputs),
+                num_samples,
                 num_terms,
                 prediction.counted,
-                any_coarser=any_coarser,
+                any_coarser=self._fisher == "sampled",
                 probed_sample=probed_sample,
             )
+            if doubt is not None:
+                self._warn_once(doubt)
+            self._probed.add(name)
             self.batches.setdefault(name, []).append(batch)
+
+    def _samples_are_unclear(self, calls: Sequence[Call], outputs: Tensor) -> bool:
+        """Whether shapes leave open which rows are whose.
+
+        So they do where a layer was called more than once or its input can be arranged in several ways and,
+        for a layer seen for the first time, where the outputs have more than one axis beside the classes.
+        """
+        names = [call.layer.name for call in calls]
+        if len(set(names)) < len(names) or (outputs.ndim > 2 and not self._probed.issuperset(names)):
+            return True
+        return any(len(arrangements(call, len(outputs))) > 1 for call in calls)
 
     def _num_terms(self, prediction: Prediction) -> int:
         """M, the number of summands that the Fisher is divided by."""
@@ -233,39 +257,16 @@ class Capture:
     ) -> Iterator[Tensor]:
         """The vectors, shaped like the outputs, that are back-propagated one by one."""
         if self._fisher == "sampled":
-            yield prediction.sample(self._generator_on(device))
+            yield prediction.sample(self.sampling.generator_on(device))
         elif self._fisher == "exact":
             yield from prediction.columns()
         else:
             yield gradient if self._loss_reduction == "sum" else gradient * num_terms
 
-
-def find_outputs(returned: Any) -> Tensor:
-    """The tensor to read predictions from, in whatever the model returned.
-
-    A tensor is itself; then `.logits`, the key "logits", and the first tensor of a tuple, list or
-    one-entry dict.
-
-    Raises:
-        OutputShapeError: if none of these fits.
-    """
-    if isinstance(returned, Tensor):
-        return returned
-    logits = getattr(returned, "logits", None)
-    if logits is None and isinstance(returned, Mapping):
-        logits = returned.get("logits")
-        if logits is None and len(returned) == 1:
-            logits = next(iter(returned.values()))
-    if logits is None and isinstance(returned, tuple | list):
-        logits = next((part for part in returned if isinstance(part, Tensor)), None)
-    if isinstance(logits, Tensor):
-        return logits
-    keys = f" with keys {list(returned)}" if isinstance(returned, Mapping) else ""
-    raise OutputShapeError(
-        f"Cannot find the predictions in what the model returned: a {type(returned).__name__}{keys}. "
-        "Expected a tensor, something with `.logits` or a 'logits' entry, or a tuple that starts with "
-        "them. Otherwise say where they are: outputs=lambda returned: ..."
-    )
+    def _warn_once(self, message: str) -> None:
+        if message not in self._warned:
+            self._warned.add(message)
+            logger.warning("%s.", message[0].upper() + message[1:])
 
 
 def _records_gradients() -> bool:
@@ -273,18 +274,38 @@ def _records_gradients() -> bool:
     return torch.is_grad_enabled() and torch._C._functorch.peek_interpreter_stack() is None
 
 
-def _samples_are_unclear(calls: Sequence[Call], num_samples: int) -> bool:
-    """Whether shapes do not tell where the samples are, or a layer was called more than once."""
-    if len({call.layer.name for call in calls}) < len(calls):
+def _trains(calls: Sequence[Call]) -> bool:
+    """Whether the running backward pass leads to a gradient of some layer's weight.
+
+    Adversarial examples and gradient penalties differentiate by inputs alone: nothing to measure there.
+    """
+    try:
+        return any(
+            torch._C._will_engine_execute_node(get_gradient_edge(call.layer.weight).node) for call in calls
+        )
+    except RuntimeError:  # autograd.grad(loss, parameters) collects its gradients in another way
         return True
-    return any(len(arrangements(call, num_samples)) > 1 for call in calls)
 
 
 def _send(outputs_edge: GradientEdge, vector: Tensor, calls: Sequence[Call]) -> list[Tensor | None]:
     """Back-propagate one vector from the outputs; what arrives at each call's output."""
     edges = [outputs_edge if call.edge is None else call.edge for call in calls]
-    arrived = torch.autograd.grad([outputs_edge], edges, [vector], retain_graph=True, allow_unused=True)
+    try:
+        arrived = torch.autograd.grad([outputs_edge], edges, [vector], retain_graph=True, allow_unused=True)
+    except RuntimeError as error:
+        if "use_reentrant" not in str(error):
+            raise
+        raise RuntimeError(
+            "Curvature cannot be measured through checkpoint(..., use_reentrant=True), which allows no second "
+            "look at its graph. Use checkpoint(..., use_reentrant=False)."
+        ) from error
     return [None if gradient is None else gradient.detach() for gradient in arrived]
+
+
+def _age(call: Call) -> int:
+    """When, in the order of creation, the call's graph node was made."""
+    assert call.edge is not None
+    return call.edge.node._sequence_nr()
 
 
 class _Hook:
@@ -313,12 +334,6 @@ def _inert(*arguments: Any) -> None:
 
 def _make_inert() -> Callable[..., None]:
     return _inert
-
-
-def _age(call: Call) -> int:
-    """When, in the order of creation, the call's graph node was made."""
-    assert call.edge is not None
-    return call.edge.node._sequence_nr()
 
 
 def _remove(handles: Sequence[RemovableHandle]) -> None:

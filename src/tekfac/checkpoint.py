@@ -54,9 +54,7 @@ def curvature_from_plain(plain: Mapping[str, Any], device: torch.device) -> Laye
     )
 
 
-def named_state(
-    indexed: Mapping[str, Any], groups: NamedGroups, names: Mapping[Tensor, str]
-) -> dict[str, Any]:
+def named_state(indexed: Mapping[str, Any], groups: NamedGroups, names: Mapping[Tensor, str]) -> dict[str, Any]:
     """torch's own optimizer state, which counts parameters, keyed by their names instead."""
     order = _names_in_order(groups, names)
     return {
@@ -72,9 +70,7 @@ def named_state(
     }
 
 
-def indexed_state(
-    named: Mapping[str, Any], groups: NamedGroups, names: Mapping[Tensor, str]
-) -> dict[str, Any]:
+def indexed_state(named: Mapping[str, Any], groups: NamedGroups, names: Mapping[Tensor, str]) -> dict[str, Any]:
     """The inverse of `named_state`, for the present groups."""
     index = {name: position for position, name in enumerate(_names_in_order(groups, names))}
     return {
@@ -93,8 +89,8 @@ def indexed_state(
     }
 
 
-def require_same_method(saved: Mapping[str, Any], method: str) -> None:
-    """Raise ValueError for a state that is not one of ours, or of another method."""
+def require_same_method(saved: Mapping[str, Any], method: str, recipe: Mapping[str, str]) -> None:
+    """Raise ValueError for a state that is not one of ours, of another method, or measured in another way."""
     if "layers" not in saved or "method" not in saved:
         raise ValueError(
             f"This is not the state of a tekfac optimizer: it has the entries {sorted(saved)}, none "
@@ -105,6 +101,12 @@ def require_same_method(saved: Mapping[str, Any], method: str) -> None:
             f"The saved state is that of {saved['method']}, this optimizer is {method}. Load it into "
             f"tekfac.{saved['method']}, or start {method} anew."
         )
+    for key, value in recipe.items():
+        if saved["recipe"][key] != value:
+            raise ValueError(
+                f"The saved statistics were taken with {key}={saved['recipe'][key]!r}, this optimizer has "
+                f"{key}={value!r}; they cannot be averaged. Make the optimizer with the saved setting."
+            )
 
 
 def require_same_architecture(

@@ -91,24 +91,24 @@ def symmetric_eigen(matrix: Tensor) -> tuple[Tensor, Tensor]:
         DecompositionError: if all of these fail.
     """
     symmetric = 0.5 * (matrix + matrix.mT)
-    attempts = [(symmetric, "in " + str(matrix.dtype).removeprefix("torch."))]
-    double = symmetric.double()
+    attempts = [(matrix.dtype, 0.0)]
     if matrix.dtype != torch.float64:
-        attempts.append((double, "in float64"))
-    mean_eigenvalue = double.diagonal(dim1=-2, dim2=-1).mean(-1)[..., None, None]
-    eye = torch.eye(matrix.shape[-1], dtype=torch.float64, device=matrix.device)
-    attempts += [(double + jitter * mean_eigenvalue * eye, f"with jitter {jitter:g}") for jitter in JITTERS]
-    for candidate, how in attempts:
+        attempts.append((torch.float64, 0.0))
+    attempts += [(torch.float64, jitter) for jitter in JITTERS]
+    for dtype, jitter in attempts:
+        how = f"in {str(dtype).removeprefix('torch.')} with jitter {jitter:g}"
+        candidate = symmetric.to(dtype)
+        added = jitter * candidate.diagonal(dim1=-2, dim2=-1).mean(-1, keepdim=True)
+        if jitter:
+            candidate = candidate + torch.diag_embed(added.expand(candidate.shape[:-1]))
         try:
             values, vectors = torch.linalg.eigh(candidate)
         except RuntimeError as error:  # torch.linalg.LinAlgError is one
             logger.warning("Eigendecomposition of a %s matrix failed %s: %s", tuple(matrix.shape), how, error)
             continue
         if bool(torch.isfinite(values).all() & torch.isfinite(vectors).all()):
-            return values.clamp_min(0).to(matrix.dtype), vectors.to(matrix.dtype)
-        logger.warning(
-            "Eigendecomposition of a %s matrix gave non-finite numbers %s", tuple(matrix.shape), how
-        )
+            return (values - added).clamp_min(0).to(matrix.dtype), vectors.to(matrix.dtype)
+        logger.warning("Eigendecomposition of a %s matrix gave non-finite numbers %s", tuple(matrix.shape), how)
     raise DecompositionError(
         f"No eigendecomposition of a {tuple(matrix.shape)} matrix succeeded, not in float64 and not "
         f"with {JITTERS[-1]:g} of its mean eigenvalue added to the diagonal."

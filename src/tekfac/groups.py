@@ -63,7 +63,7 @@ def take_inventory(model: nn.Module, left_to_first_order: Iterable[nn.Parameter]
             continue
         bias = module._parameters.get("bias")
         if bias is not None and (
-            not bias.requires_grad
+            (weight.requires_grad and not bias.requires_grad)
             or bias in requested
             or {user for user, _ in users[bias]} != {user for user, _ in users[weight]}
         ):

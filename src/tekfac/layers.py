@@ -144,9 +144,7 @@ def _pad(inputs: Tensor, module: nn.Conv1d | nn.Conv2d | nn.Conv3d) -> Tensor:
     if module.padding == "valid":
         return inputs
     if module.padding == "same":
-        totals = [
-            spread * (size - 1) for size, spread in zip(module.kernel_size, module.dilation, strict=True)
-        ]
+        totals = [spread * (size - 1) for size, spread in zip(module.kernel_size, module.dilation, strict=True)]
         sides = [(total // 2, total - total // 2) for total in totals]
     else:
         sides = [(int(side), int(side)) for side in module.padding]

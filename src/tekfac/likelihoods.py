@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -35,9 +35,11 @@ class Prediction(ABC):
 
     Attributes:
         counted: [N, P] of booleans: which of each sample's P terms take part in the loss.
+        doubt: what speaks against these outputs being of this kind, in words.
     """
 
     counted: Tensor
+    doubt: str | None = field(default=None, kw_only=True)
 
     @abstractmethod
     def sample(self, generator: torch.Generator) -> Tensor:
@@ -71,11 +73,12 @@ class Categorical(Likelihood):
     """Classes with logits at [N, C], [N, C, d1, ...] or [N, T, C].
 
     A term whose logits get no gradient at all from the training loss has an ignored target and does not
-    count.
+    count, unless its prediction is certain anyway.
 
     Attributes:
-        class_dim: the axis of the classes. None: axis 1 of a matrix; with more axes it is 1 or the
-            last, whichever the loss's gradient sums to zero along, as a cross-entropy's does.
+        class_dim: the axis of the classes, counted with the samples as axis 0. None: axis 1 of a matrix;
+            with more axes it is 1 or the last, whichever the loss's gradient sums to zero along, as a
+            cross-entropy's does.
     """
 
     class_dim: int | None = None
@@ -93,29 +96,49 @@ class Categorical(Likelihood):
             raise OutputShapeError(
                 f"class_dim={self.class_dim} is not an axis of outputs of shape {list(outputs.shape)}."
             )
+        if outputs.ndim == 2 and outputs.shape[1] == 1:
+            raise OutputShapeError(
+                f"The categorical likelihood got outputs of shape {list(outputs.shape)}, a single class. For a "
+                "yes/no target choose likelihood='bernoulli', for a real one 'gaussian'."
+            )
 
     def predict(self, outputs: Tensor, gradient: Tensor) -> Prediction:
         """Probabilities with one row of classes per term."""
         axis = self._class_axis(outputs, gradient)
         logits = _at_least_float32(outputs).movedim(axis, -1)
         probabilities = logits.softmax(-1).reshape(len(outputs), -1, logits.shape[-1])
-        counted = (gradient != 0).any(dim=axis).reshape(len(outputs), -1)
-        return _Classes(counted, probabilities, logits.shape, axis, outputs.dtype)
+        certain = 1 - probabilities.amax(-1) <= torch.finfo(outputs.dtype).eps
+        counted = (gradient != 0).any(dim=axis).reshape(len(outputs), -1) | certain
+        doubt = None
+        if not _holds_classes(outputs, gradient, axis):
+            doubt = (
+                "the gradient of the loss is not that of a cross-entropy of the model's outputs as class "
+                "logits: it does not sum to zero over the classes. Is likelihood='categorical' right, and are "
+                "these the logits (outputs=...)?"
+            )
+        return _Classes(counted, probabilities, logits.shape, axis, outputs.dtype, doubt=doubt)
 
     def _class_axis(self, outputs: Tensor, gradient: Tensor) -> int:
         if self.class_dim is not None:
             return self.class_dim % outputs.ndim
         if outputs.ndim == 2:
             return 1
-        size = gradient.abs().sum()
         for axis in (1, outputs.ndim - 1):
-            if gradient.sum(axis).abs().sum() <= 1e-2 * size:
+            if _holds_classes(outputs, gradient, axis):
                 return axis
         raise OutputShapeError(
             f"Cannot tell which axis of the outputs, of shape {list(outputs.shape)}, holds the classes: "
             "the gradient of the loss sums to zero along neither axis 1 nor the last one, as a "
             "cross-entropy's does along its classes. Name it: likelihood=Categorical(class_dim=...)."
         )
+
+
+def _holds_classes(outputs: Tensor, gradient: Tensor, axis: int) -> bool:
+    """Whether the loss treats this axis as classes: its gradient sums to zero, or it got log-probabilities."""
+    if gradient.sum(axis).abs().sum() <= 1e-2 * gradient.abs().sum():
+        return True
+    normalised = _at_least_float32(outputs).logsumexp(axis).abs().max()
+    return bool(normalised <= 1e3 * torch.finfo(outputs.dtype).eps)
 
 
 @dataclass(frozen=True)
@@ -156,7 +179,8 @@ class _Classes(Prediction):
 class Bernoulli(Likelihood):
     """Independent yes/no targets; every output is a logit and a term of the loss.
 
-    An output that gets no gradient from the training loss is masked and does not count.
+    An output that gets no gradient from the training loss is masked and does not count, unless its
+    prediction is certain anyway.
     """
 
     def check(self, outputs: Tensor) -> None:
@@ -166,7 +190,8 @@ class Bernoulli(Likelihood):
     def predict(self, outputs: Tensor, gradient: Tensor) -> Prediction:
         """Probabilities of yes."""
         p = _at_least_float32(outputs).sigmoid()
-        counted = (gradient != 0).reshape(len(outputs), -1)
+        certain = p * (1 - p) <= torch.finfo(outputs.dtype).eps
+        counted = ((gradient != 0) | certain).reshape(len(outputs), -1)
         return _Independent(counted, outputs, p * (1 - p), draw=lambda g: p - torch.bernoulli(p, generator=g))
 
 
@@ -195,9 +220,7 @@ class Gaussian(Likelihood):
         noise = 1 / math.sqrt(self.variance)
 
         def draw(generator: torch.Generator) -> Tensor:
-            return noise * torch.randn(
-                means.shape, generator=generator, dtype=means.dtype, device=means.device
-            )
+            return noise * torch.randn(means.shape, generator=generator, dtype=means.dtype, device=means.device)
 
         return _Independent(counted, outputs, torch.full_like(means, 1 / self.variance), draw)
 

@@ -101,5 +101,5 @@ def paper_settings(method: Method) -> Mapping[str, Any]:
     if method.rescaling.measured:
         settings |= {"rescaling_decay": 0.95, "rescaling_every": 50}
     if method.factors.trace_restricted:
-        settings |= {"trace_floor": 1e-2, "beta": "scale_all", "averaging": "factors"}
+        settings |= {"trace_floor": 1e-2, "beta": "add", "averaging": "factors"}
     return settings

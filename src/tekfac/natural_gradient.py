@@ -25,6 +25,9 @@ from tekfac.update import apply_update, kl_coefficient
 
 logger = logging.getLogger("tekfac")
 
+MAX_ATTEMPTS = 3
+"""Steps in a row that are watched for the sake of layers without statistics."""
+
 
 class NaturalGradient(Optimizer):
     """What the four optimizers share. A concrete class names its `method` and nothing else.
@@ -80,6 +83,7 @@ class NaturalGradient(Optimizer):
         self._layers = self._find_layers(model, requested)
         self._network = NetworkCurvature(self._layers, recipe)
         self._reported: set[str] = set()
+        self._attempts: dict[str, int] = {}
         self.num_steps = 0
         self.skipped_steps = 0
         first_order_lr = lr if settings.first_order_lr is None else settings.first_order_lr
@@ -92,6 +96,7 @@ class NaturalGradient(Optimizer):
             "first_order": False,
         }
         super().__init__(groups, defaults)
+        self._first_order_ratio = first_order_lr / lr
         self._require_whole_layers()
         self._network.check_rules(self._damping_rules())
         self._capture = Capture(
@@ -100,6 +105,7 @@ class NaturalGradient(Optimizer):
             likelihood=as_likelihood(settings.likelihood),
             fisher=settings.fisher,
             loss_reduction=settings.loss_reduction,
+            batch_dim=settings.batch_dim,
             outputs=settings.outputs,
             seed=torch.initial_seed() if settings.seed is None else settings.seed,
         )
@@ -186,15 +192,16 @@ class NaturalGradient(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        problem = self._try_step(loss)
+        with torch.autocast(self.param_groups[0]["params"][0].device.type, enabled=False):
+            problem = self._try_step(loss)
         if problem is not None:
             self._skip(problem)
         return loss
 
     def _try_step(self, loss: object) -> str | None:
         """Take the step, or say what keeps it from being taken; then nothing has changed."""
-        if loss is not None and not bool(torch.isfinite(torch.as_tensor(loss)).all()):
-            return f"the loss is {float(loss)}"  # type: ignore[arg-type]
+        if isinstance(loss, Tensor | float) and not bool(torch.isfinite(torch.as_tensor(loss)).all()):
+            return f"the loss is {float(loss)}"
         if self._capture.problems:
             return "; ".join(self._capture.problems)
         due, batches, before = self._due(), self._capture.batches, self._network.blocks
@@ -215,6 +222,7 @@ class NaturalGradient(Optimizer):
             return problem
         self._capture.clear()
         self._update(directions)
+        self._note_unseen()
         self.num_steps += 1
         self._arm()
         return None
@@ -225,8 +233,12 @@ class NaturalGradient(Optimizer):
         super().zero_grad(set_to_none)
 
     def _arm(self) -> None:
-        """Watch the next forward pass if its step measures, or if nothing has been seen yet at all."""
-        self._capture.armed = self._due().anything or not self._network.blocks
+        """Watch the next forward pass if its step measures, or if a layer waits for its first statistics.
+
+        A layer that was not seen in a few watched steps waits for the next step that measures anyway.
+        """
+        waiting = any(attempts < MAX_ATTEMPTS for attempts in self._attempts.values())
+        self._capture.armed = self._due().anything or waiting or not self._network.blocks
 
     def _due(self) -> Due:
         """What Algorithm 1 refreshes at the present step."""
@@ -249,11 +261,16 @@ class NaturalGradient(Optimizer):
             )
             natural = {p: direction * coefficient.to(direction.dtype) for p, direction in natural.items()}
         raw = {p: p.grad.to_dense() if p.grad.is_sparse else p.grad for p in groups if p.grad is not None}
-        return {**raw, **natural}
+        unseen = {p: raw[p] * self._first_order_ratio for p in self._unseen_parameters() if p in raw}
+        return {**raw, **unseen, **natural}
+
+    def _unseen_parameters(self) -> list[Tensor]:
+        """Parameters of layers without statistics; their raw gradient is meant for `first_order_lr`."""
+        unseen = (layer for name, layer in self._layers.items() if name not in self._network.blocks)
+        return [parameter for layer in unseen for parameter in layer.parameters]
 
     def _update(self, directions: Mapping[Tensor, Tensor]) -> None:
         """Move the parameters."""
-        self._report_unseen()
         for group in self.param_groups:
             trained = [p for p in group["params"] if p in directions]
             apply_update(
@@ -275,6 +292,7 @@ class NaturalGradient(Optimizer):
 
     def _non_finite(self, directions: Mapping[Tensor, Tensor]) -> str | None:
         """Which parameters would move along something that is not finite, in words."""
+        directions = {p: direction for p, direction in directions.items() if direction.numel()}
         if not directions:
             return None
         largest = torch._foreach_norm(list(directions.values()), float("inf"))
@@ -302,19 +320,26 @@ class NaturalGradient(Optimizer):
             problem,
         )
 
-    def _report_unseen(self) -> None:
-        """Say once of each layer that is trained without curvature."""
+    def _note_unseen(self) -> None:
+        """Keep count of layers that have a gradient but no statistics, and say so once of each."""
         for name, layer in self._layers.items():
-            if name in self._network.blocks or name in self._reported or layer.weight.grad is None:
-                continue
-            self._reported.add(name)
-            logger.warning(
-                "%s has no statistics of layer %r and trains it by momentum SGD on its raw gradient until it "
-                "has. Statistics are taken when the model itself is called (model(x)), in training mode, "
-                "with gradients enabled, and loss.backward() passes through its outputs.",
-                type(self).__name__,
-                name,
-            )
+            if name in self._network.blocks:
+                self._attempts.pop(name, None)
+            elif layer.weight.grad is not None:
+                self._attempts[name] = self._attempts.get(name, 0) + self._capture.armed
+                self._report_unseen(name)
+
+    def _report_unseen(self, name: str) -> None:
+        if name in self._reported:
+            return
+        self._reported.add(name)
+        logger.warning(
+            "%s has no statistics of layer %r and trains it by momentum SGD on its raw gradient until it has. "
+            "Statistics are taken when the model itself is called (model(x)), in training mode, with gradients "
+            "enabled and not compiled, and loss.backward() passes through its outputs.",
+            type(self).__name__,
+            name,
+        )
 
     @property
     def curvature(self) -> Mapping[str, LayerCurvature]:
@@ -338,7 +363,9 @@ class NaturalGradient(Optimizer):
             "method": self.method.name,
             "num_steps": self.num_steps,
             "skipped_steps": self.skipped_steps,
-            "sampling": self._capture.sampling_state(),
+            "attempts": dict(self._attempts),
+            "recipe": self._recipe_in_words(),
+            "sampling": self._capture.sampling.state(),
             "layers": {
                 name: checkpoint.layer_to_plain(layer, self._network.blocks.get(name))
                 for name, layer in self._layers.items()
@@ -352,7 +379,7 @@ class NaturalGradient(Optimizer):
             ValueError: if the state belongs to another method or another architecture; the message
                 names what differs. Nothing is changed then.
         """
-        checkpoint.require_same_method(state_dict, self.method.name)
+        checkpoint.require_same_method(state_dict, self.method.name, self._recipe_in_words())
         checkpoint.require_same_architecture(state_dict, self._layers, self._names, self.param_groups)
         blocks = {
             name: checkpoint.curvature_from_plain(plain["curvature"], self._layers[name].weight.device)
@@ -363,9 +390,14 @@ class NaturalGradient(Optimizer):
         self._network.blocks = blocks
         self.num_steps = state_dict["num_steps"]
         self.skipped_steps = state_dict["skipped_steps"]
+        self._attempts = dict(state_dict["attempts"])
         self._capture.clear()
-        self._capture.load_sampling_state(state_dict["sampling"])
+        self._capture.sampling.load(state_dict["sampling"])
         self._arm()
+
+    def _recipe_in_words(self) -> dict[str, str]:
+        """The settings that statistics must share to be averaged with one another."""
+        return {"sharing": self._settings.sharing, "averaging": self._settings.averaging}
 
     def __getstate__(self) -> dict[str, Any]:
         raise TypeError(

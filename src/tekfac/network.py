@@ -51,9 +51,7 @@ class NetworkCurvature:
             if seen:
                 blocks[name] = refreshed(old, seen, due, self._recipe)
             elif old is not None and due.basis:
-                blocks[name] = refreshed(
-                    old, [], Due(factors=False, basis=True, rescaling=False), self._recipe
-                )
+                blocks[name] = refreshed(old, [], Due(factors=False, basis=True, rescaling=False), self._recipe)
         return blocks
 
     def natural_gradients(self, rules: Mapping[str, DampingRule]) -> dict[Tensor, Tensor]:

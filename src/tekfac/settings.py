@@ -12,9 +12,17 @@ from typing import Any, TypedDict
 
 from torch import Tensor, nn
 
-from tekfac.capture import FISHER_KINDS, LOSS_REDUCTIONS, FisherKind, LossReduction, OutputSelector
-from tekfac.damping import BETA_READINGS, BetaReading, DampingRule, TraceBased, as_rule
+from tekfac.capture import FISHER_KINDS, LOSS_REDUCTIONS, FisherKind, LossReduction
+from tekfac.damping import (
+    BETA_READINGS,
+    DEFAULT_TRACE_FLOOR,
+    BetaReading,
+    DampingRule,
+    TraceBased,
+    as_rule,
+)
 from tekfac.likelihoods import Likelihood, SampledLoss, as_likelihood
+from tekfac.outputs import OutputSelector
 
 AVERAGINGS = ("moments", "factors")
 
@@ -24,7 +32,7 @@ class Settings:
     """Settings of a whole optimizer; those of its param groups are lr, momentum, weight_decay, damping."""
 
     damping: float | DampingRule | None = None
-    trace_floor: float = 1e-2
+    trace_floor: float = DEFAULT_TRACE_FLOOR
     beta: BetaReading = "add"
     factor_decay: float = 0.95
     rescaling_decay: float = 0.95
@@ -37,6 +45,7 @@ class Settings:
     averaging: str = "moments"
     kl_clip: float | None = None
     loss_reduction: LossReduction = "mean"
+    batch_dim: int = 0
     outputs: OutputSelector | None = None
     first_order: Iterable[str | nn.Module | nn.Parameter] = ()
     first_order_lr: float | None = None
@@ -56,6 +65,8 @@ class Settings:
         _require_choice("fisher", self.fisher, FISHER_KINDS)
         _require_choice("averaging", self.averaging, AVERAGINGS)
         _require_choice("loss_reduction", self.loss_reduction, LOSS_REDUCTIONS)
+        if not isinstance(self.batch_dim, int) or isinstance(self.batch_dim, bool):
+            raise ValueError(f"Invalid batch_dim: {self.batch_dim!r}. Expected an axis of the model's outputs.")
         if self.kl_clip is not None:
             _require_positive("kl_clip", self.kl_clip, "a positive number, or None for no clipping")
         if self.first_order_lr is not None:
@@ -80,6 +91,7 @@ class Keywords(TypedDict, total=False):
     averaging: str
     kl_clip: float | None
     loss_reduction: LossReduction
+    batch_dim: int
     outputs: OutputSelector | None
     first_order: Iterable[str | nn.Module | nn.Parameter]
     first_order_lr: float | None

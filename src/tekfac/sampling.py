@@ -1,0 +1,53 @@
+"""The generator that labels are drawn with: its own, saved with the optimizer, and able to take a draw back."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+class Sampling:
+    """A random generator on whatever device the outputs are; the global random state is never touched."""
+
+    def __init__(self, seed: int) -> None:
+        self._seed = seed
+        self._generator: torch.Generator | None = None
+        self._before: Tensor | None = None
+
+    def generator_on(self, device: torch.device) -> torch.Generator:
+        """The generator to draw with next."""
+        if self._generator is None or self._generator.device != device:
+            self._generator = torch.Generator(device=device).manual_seed(self._seed)
+        if self._before is None:
+            self._before = self._generator.get_state()
+        return self._generator
+
+    def keep(self) -> None:
+        """What was drawn so far stays drawn."""
+        self._before = None
+
+    def roll_back(self) -> None:
+        """As if nothing had been drawn since the last `keep`."""
+        if self._before is not None and self._generator is not None:
+            self._generator.set_state(self._before)
+        self._before = None
+
+    def state(self) -> dict[str, Any]:
+        """The generator as plain values."""
+        if self._generator is None:
+            return {"seed": self._seed, "device": None, "state": None}
+        return {
+            "seed": self._seed,
+            "device": str(self._generator.device),
+            "state": self._generator.get_state(),
+        }
+
+    def load(self, saved: Mapping[str, Any]) -> None:
+        """Go on drawing where the saved generator stopped."""
+        self._seed, self._generator, self._before = saved["seed"], None, None
+        if saved["state"] is not None:
+            self._generator = torch.Generator(device=saved["device"])
+            self._generator.set_state(saved["state"].cpu())
