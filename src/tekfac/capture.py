@@ -328,6 +328,11 @@ class _Hook:
         return _make_inert, ()
 
 
+# torch.compile breaks its graph here and runs the hook as it is. The attribute is what torch.compiler.disable
+# sets, without importing the compiler.
+_Hook.__call__._torchdynamo_disable = True  # type: ignore[attr-defined]
+
+
 def _inert(*arguments: Any) -> None:
     """What a hook becomes in a copied or saved model."""
 

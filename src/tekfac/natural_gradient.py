@@ -336,7 +336,7 @@ class NaturalGradient(Optimizer):
         logger.warning(
             "%s has no statistics of layer %r and trains it by momentum SGD on its raw gradient until it has. "
             "Statistics are taken when the model itself is called (model(x)), in training mode, with gradients "
-            "enabled and not compiled, and loss.backward() passes through its outputs.",
+            "enabled, and loss.backward() passes through its outputs.",
             type(self).__name__,
             name,
         )

@@ -24,14 +24,14 @@ class EKFAC(NaturalGradient):
 
 @final
 class TKFAC(NaturalGradient):
-    """F ~ sigma Phi (x) Psi: factors that keep the trace of F (Gao et al. 2020)."""
+    """F ~ sigma Phi (x) Psi: factors that keep the trace of F (Gao et al. 2020a)."""
 
     method = methods.TKFAC
 
 
 @final
 class TEKFAC(NaturalGradient):
-    """TKFAC's eigenbasis with the second moments measured in it (Gao et al. 2021).
+    """TKFAC's eigenbasis with the second moments measured in it (Gao et al. 2020b).
 
     A `torch.optim.Optimizer` that takes the model instead of its parameters:
 
