@@ -204,6 +204,7 @@ class NaturalGradient(Optimizer):
             return f"the loss is {float(loss)}"
         if self._capture.problems:
             return "; ".join(self._capture.problems)
+        # Factors, eigenbasis, re-scaling: new values, which replace the old ones only if all are finite.
         due, batches, before = self._due(), self._capture.batches, self._network.blocks
         try:
             blocks = self._network.refreshed(batches, due)
@@ -211,6 +212,7 @@ class NaturalGradient(Optimizer):
             return str(error)
         if due.basis or batches:
             self._network.blocks = blocks
+        # Precondition.
         try:
             directions = self._directions()
         except Exception:
@@ -220,6 +222,7 @@ class NaturalGradient(Optimizer):
         if problem is not None:
             self._network.blocks = before
             return problem
+        # Update.
         self._capture.clear()
         self._update(directions)
         self._note_unseen()
