@@ -1,6 +1,6 @@
 """The dense oracle checked against itself: identities that need no optimizer.
 
-Numbers in the test names are those of the list of test oracles in the mathematical reference.
+Numbers in the test names are those of docs/oracles.md.
 Everything is float64; two tensors agree if the largest difference is below 1e-10 of the largest
 entry.
 """

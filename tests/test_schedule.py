@@ -1,4 +1,4 @@
-"""Algorithm 1: factors, basis, re-scaling, precondition, update, all at the same iterate, each when due."""
+"""Oracle 30 and Algorithm 1: factors, basis, re-scaling, precondition, update, each when due."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Precondition, KL clip, momentum, weight decay, learning rate: in this order and each as defined."""
+"""Oracle 31 and the order: precondition, KL clip, momentum, weight decay, learning rate, each as defined."""
 
 from __future__ import annotations
 
