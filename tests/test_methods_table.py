@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import inspect
+import re
 from pathlib import Path
 from typing import Any
 
@@ -151,3 +152,9 @@ def test_help_shows_each_keyword(capsys: pytest.CaptureFixture[str]) -> None:
     help(TEKFAC)
     shown = capsys.readouterr().out
     assert all(f"{name}=" in shown or f"{name}:" in shown for name, _ in PROMISED)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_the_docstring_describes_every_argument_and_no_other(method: type[NaturalGradient]) -> None:
+    described = re.findall(r"^    (\w+): ", (method.__doc__ or "").partition("Args:")[2], flags=re.MULTILINE)
+    assert described == list(inspect.signature(method).parameters)

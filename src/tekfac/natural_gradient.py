@@ -20,7 +20,7 @@ from tekfac.layers import SUPPORTED, Layer
 from tekfac.likelihoods import as_likelihood
 from tekfac.methods import Method, default_settings, paper_settings, refused_settings
 from tekfac.network import NetworkCurvature
-from tekfac.settings import Keywords, check_group, resolve, signature
+from tekfac.settings import Keywords, check_group, documented, resolve, signature
 from tekfac.update import apply_update, kl_coefficient
 
 logger = logging.getLogger("tekfac")
@@ -42,7 +42,9 @@ class NaturalGradient(Optimizer):
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
-        cls.__signature__ = signature(default_settings(cls.method), refused_settings(cls.method))  # type: ignore[attr-defined]
+        own = signature(default_settings(cls.method), refused_settings(cls.method))
+        cls.__signature__ = own  # type: ignore[attr-defined]
+        cls.__doc__ = documented(cls.__doc__ or "", own.parameters)
 
     def __init__(
         self,

@@ -74,6 +74,43 @@ class Settings:
         _require_positive("memory_budget", self.memory_budget, "a positive number of bytes")
 
 
+DESCRIPTIONS = {
+    "model": "the network; its Linear and Conv1d/2d/3d layers are preconditioned.",
+    "lr": "step length along the preconditioned gradient; not comparable with SGD's.",
+    "momentum": "of the preconditioned gradient, in [0, 1).",
+    "weight_decay": "decoupled: w <- (1 - lr * weight_decay) * w.",
+    "damping": "None: the method's own rule; a number: S + damping * I; or a rule of tekfac.damping.",
+    "trace_floor": "vartheta: the trace that a convolution's damping is computed from is at least this.",
+    "beta": "how fully connected layers beside convolutions are damped.",
+    "factor_decay": "weight of the past in the factors' running averages, in [0, 1).",
+    "rescaling_decay": "weight of the past in the running average of Theta, in [0, 1).",
+    "factors_every": "steps between updates of the factors.",
+    "basis_every": "steps between eigendecompositions.",
+    "rescaling_every": "steps between updates of Theta.",
+    "fisher": "'sampled' labels (from the model's own prediction), 'empirical' or 'exact'.",
+    "likelihood": "'categorical', 'bernoulli', 'gaussian', a tekfac.likelihoods.Likelihood, or a callable "
+    "(outputs, generator) -> losses of drawn labels.",
+    "sharing": "of weights over positions: 'exact', 'expand' or 'reduce'.",
+    "averaging": "of raw 'moments', or of the normalised 'factors'.",
+    "kl_clip": "bound on lr^2 g.Pg, to which the preconditioned gradient is shortened; None: no bound.",
+    "loss_reduction": "how the loss adds up its terms: 'mean', 'batchmean' or 'sum'.",
+    "batch_dim": "the axis of the model's outputs that holds the samples.",
+    "outputs": "a function from what the model returns to its predictions, where that is not plain.",
+    "first_order": "names, modules or parameters to leave to momentum SGD on the raw gradient.",
+    "first_order_lr": "learning rate of what is not preconditioned; None: lr.",
+    "param_groups": "groups with lr, momentum, weight_decay, damping or first_order of their own.",
+    "memory_budget": "bytes of working memory for the rows of one layer.",
+    "seed": "of the generator that draws labels; None: torch.initial_seed().",
+}
+"""One line on every argument; docs/settings.md says more."""
+
+
+def documented(summary: str, names: Iterable[str]) -> str:
+    """A docstring: the summary, and the description of every named argument."""
+    lines = [f"    {name}: {DESCRIPTIONS[name]}" for name in names]
+    return "\n".join([inspect.cleandoc(summary), "", "Args:", *lines])
+
+
 class Keywords(TypedDict, total=False):
     """The same names, for the type checker."""
 
