@@ -159,6 +159,7 @@ def main() -> None:
     if arguments.tune:
         tune(data)
         return
+    made_by = provenance(SEEDS)
     print_row(HEADER)
     rows = compare(data)
     if arguments.report:
@@ -168,7 +169,7 @@ def main() -> None:
             f"scikit-learn's digits, {EPOCHS} epochs, batch {BATCH_SIZE}, cosine schedule; mean ± standard "
             f"deviation over {len(SEEDS)} seeds; every optimizer at the best of five learning rates "
             "(`--tune`). Milliseconds per step are medians over the seeds; timings of such short steps are "
-            "noisy.\n\n" + "\n".join(lines) + "\n\n" + provenance(SEEDS) + "\n"
+            "noisy.\n\n" + "\n".join(lines) + "\n\n" + made_by + "\n"
         )
 
 
