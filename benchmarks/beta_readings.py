@@ -54,7 +54,8 @@ def main() -> None:
     table = "\n".join("| " + " | ".join(cells) + " |" for cells in [header, ["---"] * len(header), *rows])
     text = (
         "# Which reading of beta\n\n"
-        "[The readings](../mathematics.md#5-damping) of how fully connected layers beside convolutions are damped. "
+        "[The readings](../mathematics.md#5-damping) of how fully connected layers beside convolutions are "
+        "damped. "
         f"Test accuracy in % (mean ± standard deviation over {len(arguments.seeds)} seeds) after "
         f"{arguments.epochs} epochs on {arguments.images:,} images of CIFAR-10, batch 128, cosine schedule, "
         f"small CNN with batch norm; everything else at its default.\n\n"

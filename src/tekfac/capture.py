@@ -266,7 +266,7 @@ class Capture:
     def _warn_once(self, message: str) -> None:
         if message not in self._warned:
             self._warned.add(message)
-            logger.warning("%s.", message[0].upper() + message[1:])
+            logger.warning("%s", message[0].upper() + message[1:] + ("" if message.endswith("?") else "."))
 
 
 def _records_gradients() -> bool:

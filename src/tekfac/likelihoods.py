@@ -89,7 +89,8 @@ class Categorical(Likelihood):
             raise OutputShapeError(
                 f"The categorical likelihood got outputs of shape {list(outputs.shape)}. Expected class "
                 "logits of shape [N, C], [N, C, d1, ...] or [N, T, C]. If the logits are a part of what "
-                "the model returns, pick them with outputs=...; for other targets choose "
+                "the model returns, pick them with outputs=...; if it returns its loss, let it return the "
+                "logits with it; for other targets choose "
                 "likelihood='bernoulli', 'gaussian' or a callable."
             )
         if self.class_dim is not None and not -outputs.ndim <= self.class_dim < outputs.ndim:
@@ -129,7 +130,8 @@ class Categorical(Likelihood):
         raise OutputShapeError(
             f"Cannot tell which axis of the outputs, of shape {list(outputs.shape)}, holds the classes: "
             "the gradient of the loss sums to zero along neither axis 1 nor the last one, as a "
-            "cross-entropy's does along its classes. Name it: likelihood=Categorical(class_dim=...)."
+            "cross-entropy's does along its classes. Name it, likelihood=Categorical(class_dim=...), or the "
+            "likelihood that belongs to the loss, if that is no cross-entropy."
         )
 
 
@@ -267,7 +269,14 @@ class Custom(Likelihood):
     def predict(self, outputs: Tensor, gradient: Tensor) -> Prediction:
         """Everything counts. A trial draw, with a generator of its own, tells the number of terms."""
         with torch.no_grad():
-            losses = self.sampled_loss(outputs, torch.Generator(device=outputs.device))
+            try:
+                losses = self.sampled_loss(outputs, torch.Generator(device=outputs.device))
+            except TypeError as error:
+                raise TypeError(
+                    "The likelihood callable was called with (outputs, generator), to draw labels and return "
+                    f"their losses, and failed: {error}. For torch's own losses name the likelihood instead: "
+                    f"{', '.join(LIKELIHOODS)}."
+                ) from error
         if losses.ndim and losses.shape[0] != len(outputs):
             raise OutputShapeError(
                 f"The likelihood callable returned losses of shape {list(losses.shape)} for {len(outputs)} "

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any, ClassVar, Self, Unpack, overload
@@ -11,19 +10,17 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from tekfac import checkpoint
+from tekfac import checkpoint, reports
 from tekfac.capture import Capture
 from tekfac.curvature import Due, LayerCurvature, NonFiniteStatisticsError, Recipe
 from tekfac.damping import DampingRule, as_rule
-from tekfac.groups import ON_REQUEST, completed_groups, parameters_of, resolved_groups, take_inventory
+from tekfac.groups import completed_groups, parameters_of, resolved_groups, take_inventory
 from tekfac.layers import SUPPORTED, Layer
 from tekfac.likelihoods import as_likelihood
 from tekfac.methods import Method, default_settings, paper_settings, refused_settings
 from tekfac.network import NetworkCurvature
 from tekfac.settings import Keywords, check_group, documented, resolve, signature
 from tekfac.update import apply_update, kl_coefficient
-
-logger = logging.getLogger("tekfac")
 
 MAX_ATTEMPTS = 3
 """Steps in a row that are watched for the sake of layers without statistics."""
@@ -131,26 +128,16 @@ class NaturalGradient(Optimizer):
                 f"{name} found no layer to precondition in {type(model).__name__}. It supports {kinds}"
                 f"{' (' + why + ')' if why else ''}. Use torch.optim.SGD for this model."
             )
-        in_layers = {p for layer in inventory.layers.values() for p in layer.parameters}
-        for parameter_name, reason in inventory.reasons.items():
-            if reason == ON_REQUEST:
-                continue
-            logger.warning(
-                "%s trains %r by momentum SGD on its raw gradient: %s.", name, parameter_name, reason
-            )
-        others = [n for p, n in self._names.items() if p not in in_layers]
-        logger.info(
-            "%s preconditions %d layers. By momentum SGD on the raw gradient: %s.",
-            name,
-            len(inventory.layers),
-            ", ".join(others) or "nothing",
-        )
+        reports.inventory(name, inventory, self._names)
         return inventory.layers
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group, as for any torch optimizer. Parameters of no known layer are first-order."""
         check_group({**self.defaults, **param_group})
+        reports.unknown_keys(type(self).__name__, param_group, self.defaults)
         super().add_param_group(param_group)
+        late = [p for p in self.param_groups[-1]["params"] if p not in self._names]
+        reports.late_parameters(type(self).__name__, len(late))
 
     def _require_whole_layers(self) -> None:
         """A layer's weight and bias may differ in lr, momentum and weight decay, not in damping."""
@@ -315,36 +302,22 @@ class NaturalGradient(Optimizer):
         self._capture.roll_back()
         self.skipped_steps += 1
         parameters = (p for group in self.param_groups for p in group["params"])
-        if not all(bool(torch.isfinite(p).all()) for p in parameters):
-            problem += "; the parameters are no longer finite: training has diverged, lower lr"
-        logger.warning(
-            "%s skipped a step after step %d (%d skipped so far): %s.",
-            type(self).__name__,
-            self.num_steps,
-            self.skipped_steps,
-            problem,
-        )
+        diverged = not all(bool(torch.isfinite(p).all()) for p in parameters)
+        reports.skipped_step(type(self).__name__, self.num_steps, self.skipped_steps, problem, diverged)
 
     def _note_unseen(self) -> None:
         """Keep count of layers that have a gradient but no statistics, and say so once of each."""
+        unseen = []
         for name, layer in self._layers.items():
             if name in self._network.blocks:
                 self._attempts.pop(name, None)
             elif layer.weight.grad is not None:
                 self._attempts[name] = self._attempts.get(name, 0) + self._capture.armed
-                self._report_unseen(name)
-
-    def _report_unseen(self, name: str) -> None:
-        if name in self._reported:
-            return
-        self._reported.add(name)
-        logger.warning(
-            "%s has no statistics of layer %r and trains it by momentum SGD on its raw gradient until it has. "
-            "Statistics are taken when the model itself is called (model(x)), in training mode, with gradients "
-            "enabled, and loss.backward() passes through its outputs.",
-            type(self).__name__,
-            name,
-        )
+                unseen.append(name)
+        new = [name for name in unseen if name not in self._reported]
+        if new:
+            self._reported.update(new)
+            reports.unseen_layers(type(self).__name__, new)
 
     @property
     def curvature(self) -> Mapping[str, LayerCurvature]:

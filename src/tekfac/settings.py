@@ -150,7 +150,7 @@ def resolve(
         TypeError: for a keyword that does not exist, or that the method refuses.
         ValueError: for a value that does not fit.
     """
-    names = [field.name for field in fields(Settings)]
+    names = ["lr", "momentum", "weight_decay", *(field.name for field in fields(Settings))]
     for keyword in keywords:
         if keyword in refused:
             raise TypeError(f"{owner} takes no {keyword!r}: {refused[keyword]}. Leave it out.")
