@@ -249,3 +249,16 @@ def test_groups_that_say_nothing_new_change_nothing() -> None:
     train(plain, first, data)
     train(grouped, second, data)
     assert_identical(everything(grouped, second)["model"], everything(plain, first)["model"])
+
+
+def test_a_key_that_means_nothing_in_a_group_is_named(caplog: pytest.LogCaptureFixture) -> None:
+    model = mlp()
+    TEKFAC(model, param_groups=[{"params": model, "kl_clip": 0.1, "name": "all"}])
+    assert "'kl_clip'" in caplog.text
+    assert "'name'" not in caplog.text
+
+
+def test_parameters_that_come_later_are_said_to_be_first_order(caplog: pytest.LogCaptureFixture) -> None:
+    optimizer = TEKFAC(mlp())
+    optimizer.add_param_group({"params": torch.nn.Linear(2, 2).parameters()})
+    assert "2 parameter(s)" in caplog.text
