@@ -5,7 +5,7 @@ REFEREES := .venv-referees
 BIN := $(VENV)/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow lint format referees clean
+.PHONY: help demo test lint format referees clean
 
 help:  ## This list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -15,9 +15,6 @@ demo: $(VENV)/ready  ## Train on digits with six optimizers, three seeds, and pr
 
 test: $(VENV)/ready  ## The tests
 	$(BIN)/python -m pytest -n 2 tests
-
-test-slow: $(VENV)/ready  ## The tests that take minutes
-	$(BIN)/python -m pytest -m slow tests
 
 lint: $(VENV)/ready  ## Style and types
 	$(BIN)/ruff check .
