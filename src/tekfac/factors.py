@@ -92,12 +92,10 @@ class FactorRule:
                 total = sums if total is None else _add(total, sums)
         assert total is not None, "measure() needs at least one batch"
         num_terms = sum(batch.num_terms for batch in batches)
-        output_moment = total.output / num_terms
-        if self.trace_restricted:
-            input_moment = total.input / num_terms
-            return Moments(input_moment, output_moment, trace(input_moment))
-        count = num_terms if total.input_count is None else total.input_count
-        return Moments(total.input / count, output_moment, torch.ones_like(total.input[:, 0, 0]))
+        input_moment = total.input / (num_terms if total.input_count is None else total.input_count)
+        traces = trace(input_moment)
+        scale = traces if self.trace_restricted else torch.ones_like(traces)
+        return Moments(input_moment, total.output / num_terms, scale)
 
     def read(self, moments: Moments) -> KroneckerFactors:
         """The factors that the (averaged) moments stand for."""

@@ -50,32 +50,43 @@ def take_inventory(model: nn.Module, left_to_first_order: Iterable[nn.Parameter]
                 f"Layer {name!r} is a lazy {type(module).__name__} that has not seen data yet. Run one "
                 "forward pass before making the optimizer."
             )
-        if weight is None or weight in done:
-            if weight is None:
-                for parameter_name, _ in module.named_parameters(name):
-                    inventory.reasons[parameter_name] = f"the weight of {name!r} is parametrized"
+        if weight is None:
+            for parameter_name, _ in module.named_parameters(name):
+                inventory.reasons[parameter_name] = f"the weight of {name!r} is parametrized"
+            continue
+        if weight in done:
             continue
         done.add(weight)
-        weight_name = f"{name}.weight" if name else "weight"
+        prefix = f"{name}." if name else ""
         reason = _reason(model, name, module, weight, users, requested)
         if reason is not None:
-            inventory.reasons[weight_name] = reason
+            inventory.reasons[f"{prefix}weight"] = reason
             continue
-        bias = module._parameters.get("bias")
-        if bias is not None and (
-            (weight.requires_grad and not bias.requires_grad)
-            or bias in requested
-            or {user for user, _ in users[bias]} != {user for user, _ in users[weight]}
-        ):
-            bias_name = f"{name}.bias" if name else "bias"
-            inventory.reasons[bias_name] = (
-                "it is frozen, shared with another layer, or left to first order; its weight has a "
-                "block of its own"
-            )
-            bias = None
         modules = tuple(user for user, _ in users[weight])
+        bias = module._parameters.get("bias")
+        if bias is not None:
+            reason = _bias_reason(bias, weight, users, requested)
+            if reason is not None:
+                inventory.reasons[f"{prefix}bias"] = reason
+                bias = None
         inventory.layers[name] = Layer(name, modules, weight, bias)
     return inventory
+
+
+def _bias_reason(
+    bias: nn.Parameter,
+    weight: nn.Parameter,
+    users: Mapping[nn.Parameter, list[tuple[nn.Module, str]]],
+    requested: set[nn.Parameter],
+) -> str | None:
+    """Why a bias is no part of its weight's block, or None."""
+    if bias in requested:
+        return ON_REQUEST
+    if weight.requires_grad and not bias.requires_grad:
+        return "it is frozen while its weight is not, which has a block of its own"
+    if {user for user, _ in users[bias]} != {user for user, _ in users[weight]}:
+        return "it is shared with another layer; its weight has a block of its own"
+    return None
 
 
 def _users(model: nn.Module) -> dict[nn.Parameter, list[tuple[nn.Module, str]]]:
