@@ -68,23 +68,25 @@ def digits() -> Data:
     return Data(images[360:], labels[360:], images[:360], labels[:360])
 
 
+def run(network: str, optimizer: str, lr: float, data: Data, seed: int) -> Curve:
+    """One training run."""
+    return train(
+        NETWORKS[network],
+        lambda model: OPTIMIZERS[optimizer](model, lr),
+        data,
+        epochs=EPOCHS,
+        batch_size=BATCH_SIZE,
+        seed=seed,
+    )
+
+
 def compare(data: Data) -> list[list[str]]:
     """The table's rows: every network with every optimizer."""
     rows = []
-    for network, make_model in NETWORKS.items():
-        for name, make_optimizer in OPTIMIZERS.items():
+    for network in NETWORKS:
+        for name in OPTIMIZERS:
             lr = LEARNING_RATES[network][name]
-            curves = [
-                train(
-                    make_model,
-                    lambda model, make=make_optimizer, lr=lr: make(model, lr),
-                    data,
-                    epochs=EPOCHS,
-                    batch_size=BATCH_SIZE,
-                    seed=seed,
-                )
-                for seed in SEEDS
-            ]
+            curves = [run(network, name, lr, data, seed) for seed in SEEDS]
             rows.append([network, name, f"{lr:g}", *summary(curves, len(data.images) // BATCH_SIZE)])
             print_row(rows[-1])
     return rows
@@ -131,18 +133,11 @@ def tune(data: Data) -> None:
     split = Data(
         data.images[held_back:], data.labels[held_back:], data.images[:held_back], data.labels[:held_back]
     )
-    for network, make_model in NETWORKS.items():
-        for name, make_optimizer in OPTIMIZERS.items():
+    for network in NETWORKS:
+        for name in OPTIMIZERS:
             scores = {}
             for lr in GRIDS[name]:
-                curve = train(
-                    make_model,
-                    lambda model, make=make_optimizer, lr=lr: make(model, lr),
-                    split,
-                    epochs=EPOCHS,
-                    batch_size=BATCH_SIZE,
-                    seed=TUNING_SEED,
-                )
+                curve = run(network, name, lr, split, TUNING_SEED)
                 scores[lr] = (mean(curve.accuracy), curve.accuracy[-1])
             best = max(scores, key=lambda lr: scores[lr])
             told = ", ".join(f"{lr:g}: {100 * m:.1f}/{100 * last:.1f}" for lr, (m, last) in scores.items())
