@@ -98,7 +98,8 @@ def layer_batch(
 
     positions = sum(call.gradients[0].numel() for call in calls) // (layer.weight.shape[0] * samples)
     columns = len(calls[0].gradients)
-    shape = BatchShape(columns, layer.groups, samples, positions, layer.d_in, layer.d_out)
+    sizes = layer.shape
+    shape = BatchShape(columns, sizes.groups, samples, positions, sizes.d_in, sizes.d_out)
     return LayerBatch(shape, num_terms, slice_rows), doubt if samples == num_outputs else None
 
 

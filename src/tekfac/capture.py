@@ -62,6 +62,9 @@ class Capture:
         batches: what was captured since the last `clear`, by layer name, one entry per forward pass.
         problems: what kept a forward pass from being captured, in words.
         sampling: the generator of drawn labels.
+
+    An optimizer watches forward passes in training mode whose backward pass leads to parameters. With
+    `only_training=False` the mode does not matter, and a backward pass that ends at the outputs will do.
     """
 
     _sending: ClassVar[bool] = False
@@ -78,6 +81,7 @@ class Capture:
         batch_dim: int = 0,
         outputs: OutputSelector | None = None,
         seed: int = 0,
+        only_training: bool = True,
     ) -> None:
         self.armed = False
         self.batches: dict[str, list[LayerBatch]] = {}
@@ -88,6 +92,7 @@ class Capture:
         self._loss_reduction = loss_reduction
         self._batch_dim = batch_dim
         self._select = outputs or find_outputs
+        self._only_training = only_training
         self._window: Window | None = None
         self._depth = 0
         self._probed: set[str] = set()
@@ -119,7 +124,8 @@ class Capture:
 
     def _open_window(self, model: nn.Module, args: tuple[Any, ...]) -> None:
         if self._depth == 0:
-            self._window = Window() if model.training and _records_gradients() else None
+            watched = model.training or not self._only_training
+            self._window = Window() if watched and _records_gradients() else None
         self._depth += 1
 
     def _note_call(
@@ -131,7 +137,9 @@ class Capture:
         output: Any,
     ) -> None:
         window = self._window
-        if window is None or not module.training or not _records_gradients():
+        if window is None or not _records_gradients():
+            return
+        if self._only_training and not module.training:
             return
         if not output.requires_grad or not layer.weight.requires_grad:
             return
@@ -162,7 +170,9 @@ class Capture:
 
         def at_outputs(gradient: Tensor) -> None:
             owner = capture()
-            if owner is None or Capture._sending or not window.calls or not _trains(window.calls):
+            if owner is None or Capture._sending or not window.calls:
+                return
+            if owner._only_training and not _trains(window.calls):
                 return
             node = torch._C._current_autograd_node()
             calls, window.calls = window.calls, []

@@ -25,7 +25,11 @@ NamedGroups = Sequence[Mapping[str, Any]]
 def layer_to_plain(layer: Layer, curvature: LayerCurvature | None) -> dict[str, Any]:
     """One layer's shape, and its curvature (if there is any yet) as tensors and numbers."""
     plain = None if curvature is None else _curvature_to_plain(curvature)
-    return {"shape": [layer.groups, layer.d_out, layer.d_in], "curvature": plain}
+    return {"shape": _sizes(layer), "curvature": plain}
+
+
+def _sizes(layer: Layer) -> list[int]:
+    return [layer.shape.groups, layer.shape.d_out, layer.shape.d_in]
 
 
 def _curvature_to_plain(curvature: LayerCurvature) -> dict[str, Any]:
@@ -119,7 +123,7 @@ def require_same_architecture(
     theirs, ours = saved["layers"], layers
     differences = _only_in(ours, theirs, "layer")
     for name in ours.keys() & theirs.keys():
-        expected, found = [ours[name].groups, ours[name].d_out, ours[name].d_in], theirs[name]["shape"]
+        expected, found = _sizes(ours[name]), theirs[name]["shape"]
         if found != expected:
             differences.append(f"layer {name!r} has blocks {expected} (groups, out, in), saved {found}")
     order = iter(_names_in_order(groups, names))

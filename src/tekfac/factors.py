@@ -55,7 +55,7 @@ class KroneckerFactors(NamedTuple):
 
 
 class MomentSums(NamedTuple):
-    """Sums over the samples of one chunk, and what the input sum is to be divided by.
+    """Sums over samples, and what the input sum is to be divided by.
 
     The output sum is always divided by the number of loss terms. `input_count` is None where the input
     sum is, too.
@@ -64,6 +64,13 @@ class MomentSums(NamedTuple):
     input: Tensor
     output: Tensor
     input_count: Tensor | None
+
+    def plus(self, other: MomentSums) -> MomentSums:
+        """The sums over both sets of samples; this one's tensors are used up."""
+        count = None
+        if self.input_count is not None and other.input_count is not None:
+            count = self.input_count + other.input_count
+        return MomentSums(self.input.add_(other.input), self.output.add_(other.output), count)
 
 
 MeasureChunk = Callable[[Rows], MomentSums]
@@ -85,17 +92,25 @@ class FactorRule:
 
     def measure(self, batches: Sequence[LayerBatch], sharing: str, memory_budget: int) -> Moments:
         """The moments of one or more batches of the same layer, as of one large batch."""
+        num_terms = sum(batch.num_terms for batch in batches)
+        return self.moments(self.sums(batches, sharing, memory_budget), num_terms)
+
+    def sums(self, batches: Sequence[LayerBatch], sharing: str, memory_budget: int) -> MomentSums:
+        """What `measure` divides: sums that can be added to those of other batches."""
         total: MomentSums | None = None
         for batch in batches:
             for rows in batch.chunks(_chunk_size(batch, memory_budget)):
                 sums = self.sharings[sharing](rows)
-                total = sums if total is None else _add(total, sums)
-        assert total is not None, "measure() needs at least one batch"
-        num_terms = sum(batch.num_terms for batch in batches)
-        input_moment = total.input / (num_terms if total.input_count is None else total.input_count)
+                total = sums if total is None else total.plus(sums)
+        assert total is not None, "sums() needs at least one batch"
+        return total
+
+    def moments(self, sums: MomentSums, num_terms: int) -> Moments:
+        """The moments that sums over samples with so many loss terms stand for."""
+        input_moment = sums.input / (num_terms if sums.input_count is None else sums.input_count)
         traces = trace(input_moment)
         scale = traces if self.trace_restricted else torch.ones_like(traces)
-        return Moments(input_moment, total.output / num_terms, scale)
+        return Moments(input_moment, sums.output / num_terms, scale)
 
     def read(self, moments: Moments) -> KroneckerFactors:
         """The factors that the (averaged) moments stand for."""
@@ -119,13 +134,6 @@ def unit_trace(matrix: Tensor) -> Tensor:
     size = matrix.shape[-1]
     flat = torch.eye(size, dtype=matrix.dtype, device=matrix.device) / size
     return torch.where(traces > 0, matrix / traces.clamp_min(torch.finfo(matrix.dtype).tiny), flat)
-
-
-def _add(total: MomentSums, sums: MomentSums) -> MomentSums:
-    count = None
-    if total.input_count is not None and sums.input_count is not None:
-        count = total.input_count + sums.input_count
-    return MomentSums(total.input.add_(sums.input), total.output.add_(sums.output), count)
 
 
 def _chunk_size(batch: LayerBatch, memory_budget: int) -> int:

@@ -7,11 +7,74 @@ module's type.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+
+
+@dataclass(frozen=True)
+class LayerShape:
+    """The sizes of a layer's block, and how its parameters become a matrix.
+
+    Attributes:
+        name: of the layer.
+        weight: shape of the weight, [groups * d_out, ...].
+        has_bias: whether a bias is part of the block.
+        groups: G, independent blocks.
+    """
+
+    name: str
+    weight: tuple[int, ...]
+    has_bias: bool
+    groups: int = 1
+
+    @property
+    def d_out(self) -> int:
+        """Outputs per block."""
+        return self.weight[0] // self.groups
+
+    @property
+    def d_in(self) -> int:
+        """Inputs per block, the bias's 1 included."""
+        return math.prod(self.weight[1:]) + self.has_bias
+
+    @property
+    def size(self) -> int:
+        """The number of parameters, which is the number of rows of the block."""
+        return self.weight[0] * self.d_in
+
+    @property
+    def parameters(self) -> dict[str, tuple[int, ...]]:
+        """Names, as in the model's `named_parameters`, and shapes: the weight, then the bias."""
+        prefix = f"{self.name}." if self.name else ""
+        weight = {f"{prefix}weight": self.weight}
+        return {**weight, f"{prefix}bias": self.weight[:1]} if self.has_bias else weight
+
+    def to_matrix(self, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """Tensors [..., *shape] of weight and bias as one matrix per block, [..., G, d_out, d_in].
+
+        A bias that is None counts as 0.
+        """
+        leading = weight.shape[: weight.ndim - len(self.weight)]
+        matrix = weight.reshape(*leading, self.groups, self.d_out, -1)
+        if not self.has_bias:
+            return matrix
+        column = weight.new_zeros(*leading, self.weight[0]) if bias is None else bias
+        return torch.cat([matrix, column.reshape(*leading, self.groups, self.d_out, 1)], dim=-1)
+
+    def from_matrix(self, matrix: Tensor) -> tuple[Tensor, ...]:
+        """The inverse of `to_matrix`: the weight, and the bias if there is one."""
+        leading = matrix.shape[:-3]
+        if not self.has_bias:
+            return (matrix.reshape(*leading, *self.weight),)
+        return (
+            matrix[..., :-1].reshape(*leading, *self.weight),
+            matrix[..., -1].reshape(*leading, self.weight[0]),
+        )
 
 
 @dataclass(frozen=True)
@@ -30,26 +93,17 @@ class Layer:
     weight: nn.Parameter
     bias: nn.Parameter | None
 
+    @cached_property
+    def shape(self) -> LayerShape:
+        """The sizes of its block."""
+        module = self.modules[0]
+        groups = module.groups if isinstance(module, CONVOLUTIONS) else 1
+        return LayerShape(self.name, tuple(self.weight.shape), self.bias is not None, groups)
+
     @property
     def is_convolution(self) -> bool:
         """Whether the paper's rule for convolutions applies."""
         return isinstance(self.modules[0], CONVOLUTIONS)
-
-    @property
-    def groups(self) -> int:
-        """G: independent blocks."""
-        module = self.modules[0]
-        return module.groups if isinstance(module, CONVOLUTIONS) else 1
-
-    @property
-    def d_out(self) -> int:
-        """Outputs per block."""
-        return self.weight.shape[0] // self.groups
-
-    @property
-    def d_in(self) -> int:
-        """Inputs per block, the bias's 1 included."""
-        return self.weight[0].numel() + (self.bias is not None)
 
     @property
     def unbatched_ndim(self) -> int:
@@ -68,21 +122,12 @@ class Layer:
 
     def to_matrix(self, weight: Tensor, bias: Tensor | None) -> Tensor:
         """Tensors shaped like weight and bias as one matrix per block, [G, d_out, d_in]."""
-        matrix = weight.reshape(self.groups, self.d_out, -1)
-        if self.bias is None:
-            return matrix.to(self.dtype)
-        column = self.bias.new_zeros(self.bias.shape) if bias is None else bias
-        column = column.reshape(self.groups, self.d_out, 1)
-        return torch.cat([matrix, column], dim=2).to(self.dtype)
+        return self.shape.to_matrix(weight, bias).to(self.dtype)
 
     def from_matrix(self, matrix: Tensor) -> tuple[Tensor, ...]:
-        """The inverse of `to_matrix`: tensors shaped like `parameters`."""
-        if self.bias is None:
-            return (matrix.reshape(self.weight.shape).to(self.weight.dtype),)
-        return (
-            matrix[:, :, :-1].reshape(self.weight.shape).to(self.weight.dtype),
-            matrix[:, :, -1].reshape(self.bias.shape).to(self.bias.dtype),
-        )
+        """The inverse of `to_matrix`: tensors shaped and typed like `parameters`."""
+        parts = zip(self.shape.from_matrix(matrix), self.parameters, strict=True)
+        return tuple(part.to(parameter.dtype) for part, parameter in parts)
 
     def input_rows(self, module: nn.Module, inputs: Tensor) -> Tensor:
         """What the module received, [N, ...], as rows a [G, N, T, d_in]."""
@@ -100,9 +145,9 @@ class Layer:
         gradients = gradients.to(self.dtype)
         columns, samples = gradients.shape[:2]
         if isinstance(module, CONVOLUTIONS):
-            split = gradients.reshape(columns, samples, self.groups, self.d_out, -1)
+            split = gradients.reshape(columns, samples, self.shape.groups, self.shape.d_out, -1)
             return split.permute(0, 2, 1, 4, 3)
-        return gradients.reshape(columns, 1, samples, -1, self.d_out)
+        return gradients.reshape(columns, 1, samples, -1, self.shape.d_out)
 
 
 LINEAR = (nn.Linear,)

@@ -44,13 +44,18 @@ def product_of_eigenvalues(basis: Eigenbasis) -> Tensor:
 
 def second_moments(batches: Sequence[LayerBatch], basis: Eigenbasis, memory_budget: int) -> Tensor:
     """Theta of one or more batches of the same layer, as of one large batch, [G, d_out, d_in]."""
+    return sum_of_squares(batches, basis, memory_budget) / sum(batch.num_terms for batch in batches)
+
+
+def sum_of_squares(batches: Sequence[LayerBatch], basis: Eigenbasis, memory_budget: int) -> Tensor:
+    """Sum over samples and columns of (Q_out^T G_n Q_in)^2, which Theta is the mean of, [G, d_out, d_in]."""
     total: Tensor | None = None
     for batch in batches:
         for rows in batch.chunks(_chunk_size(batch, memory_budget)):
             sums = _squared_projections(rows, basis)
             total = sums if total is None else total.add_(sums)
-    assert total is not None, "second_moments() needs at least one batch"
-    return total / sum(batch.num_terms for batch in batches)
+    assert total is not None, "sum_of_squares() needs at least one batch"
+    return total
 
 
 def rotated(theta: Tensor, old: Eigenbasis, new: Eigenbasis) -> Tensor:
