@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 
 import oracle
 from tekfac import EKFAC, KFAC, TEKFAC, TKFAC
+from tekfac.blocks import KroneckerBlock
 from tekfac.curvature import LayerCurvature
 from tekfac.natural_gradient import NaturalGradient
 
@@ -30,7 +32,14 @@ def assert_close(actual: Tensor | float, expected: Tensor | float, rtol: float =
     assert error < rtol, f"relative error {error:.2e}, allowed {rtol:.0e}"
 
 
-def dense_block(curvature: LayerCurvature, group: int = 0, rescaling: Tensor | None = None) -> Tensor:
+def statistics(optimizer: NaturalGradient) -> Mapping[str, LayerCurvature]:
+    """What an optimizer keeps of each layer: running moments and Theta, beside the block they stand for."""
+    return MappingProxyType(optimizer._network.blocks)
+
+
+def dense_block(
+    curvature: LayerCurvature | KroneckerBlock, group: int = 0, rescaling: Tensor | None = None
+) -> Tensor:
     """Q diag(S) Q^T of one block, acting on row-major vectorised gradient matrices."""
     s = (curvature.rescaling if rescaling is None else rescaling)[group]
     q = torch.kron(
@@ -39,7 +48,7 @@ def dense_block(curvature: LayerCurvature, group: int = 0, rescaling: Tensor | N
     return q @ torch.diag(s.reshape(-1)) @ q.T
 
 
-def dense_factors(curvature: LayerCurvature, group: int = 0) -> tuple[Tensor, Tensor, Tensor]:
+def dense_factors(curvature: LayerCurvature | KroneckerBlock, group: int = 0) -> tuple[Tensor, Tensor, Tensor]:
     """Input factor, output factor and scale, put together again from the eigenbasis."""
     basis = curvature.basis
     q_in, q_out = basis.vectors_in[group], basis.vectors_out[group]

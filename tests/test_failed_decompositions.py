@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from dense import METHODS, assert_close
+from dense import METHODS, assert_close, statistics
 from tekfac import TEKFAC
 from tekfac.eigenbasis import JITTERS, DecompositionError, symmetric_eigen
 from tekfac.natural_gradient import NaturalGradient
@@ -81,7 +81,7 @@ def test_the_old_basis_is_kept_and_counted_and_training_goes_on(
     model, data = mlp(), vectors(3)
     optimizer = method(model, lr=0.01, **EVERY_STEP)  # type: ignore[arg-type]
     train(model, optimizer, data[:1])
-    old = dict(optimizer.curvature)
+    old = dict(statistics(optimizer))
     weight = model[0].weight.detach().clone()
     with monkeypatch.context() as patch:
         patch.setattr(torch.linalg, "eigh", Failing(None))
@@ -90,12 +90,12 @@ def test_the_old_basis_is_kept_and_counted_and_training_goes_on(
     assert optimizer.num_steps == 2
     assert optimizer.skipped_steps == 0
     assert not torch.equal(model[0].weight, weight)
-    for name, layer in optimizer.curvature.items():
+    for name, layer in statistics(optimizer).items():
         assert layer.basis is old[name].basis
         assert layer.moments.weight > old[name].moments.weight  # the factors are averaged on
     train(model, optimizer, data[2:])
     assert optimizer.failed_refreshes == 2
-    assert optimizer.curvature["0"].basis is not old["0"].basis
+    assert statistics(optimizer)["0"].basis is not old["0"].basis
 
 
 def test_theta_goes_on_in_the_kept_basis(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -103,17 +103,17 @@ def test_theta_goes_on_in_the_kept_basis(monkeypatch: pytest.MonkeyPatch) -> Non
     model, data = mlp(), vectors(3)
     optimizer = TEKFAC(model, lr=0.01, fisher="exact", rescaling_decay=0.5, rescaling_every=2, **EVERY_STEP)
     train(model, optimizer, data[:1])
-    old = optimizer.curvature["0"]
+    old = statistics(optimizer)["0"]
     with monkeypatch.context() as patch:
         patch.setattr(torch.linalg, "eigh", Failing(None))
         train(model, optimizer, data[1:2])
-    kept = optimizer.curvature["0"]
+    kept = statistics(optimizer)["0"]
     assert kept.theta is not None
     assert old.theta is not None
     assert torch.equal(kept.rescaling, old.rescaling)
     model.zero_grad()
     train(model, optimizer, data[2:])
-    new = optimizer.curvature["0"]
+    new = statistics(optimizer)["0"]
     turned = rotated(kept.rescaling, kept.basis, new.basis)
     assert_close(turned.sum(), kept.rescaling.sum())
     assert new.theta is not None
@@ -129,19 +129,19 @@ def test_without_an_old_basis_the_coordinate_axes_are_used(
     with monkeypatch.context() as patch:
         patch.setattr(torch.linalg, "eigh", Failing(None))
         train(model, optimizer, data[:1])
-    basis = optimizer.curvature["0"].basis
+    basis = statistics(optimizer)["0"].basis
     assert torch.equal(basis.vectors_in[0], torch.eye(6).double())
     assert optimizer.failed_refreshes == 2
     assert all(bool(torch.isfinite(p).all()) for p in model.parameters())
     train(model, optimizer, data[1:])
-    assert not torch.equal(optimizer.curvature["0"].basis.vectors_in, basis.vectors_in)
+    assert not torch.equal(statistics(optimizer)["0"].basis.vectors_in, basis.vectors_in)
 
 
 def test_one_failing_layer_does_not_hold_the_others_back(monkeypatch: pytest.MonkeyPatch) -> None:
     model, data = mlp(), vectors(2)
     optimizer = TEKFAC(model, lr=0.01, **EVERY_STEP)
     train(model, optimizer, data[:1])
-    old = dict(optimizer.curvature)
+    old = dict(statistics(optimizer))
 
     def eigh(matrix: Tensor) -> tuple[Tensor, Tensor]:
         if matrix.shape[-1] == 6:  # the first layer's inputs
@@ -150,8 +150,8 @@ def test_one_failing_layer_does_not_hold_the_others_back(monkeypatch: pytest.Mon
 
     monkeypatch.setattr(torch.linalg, "eigh", eigh)
     train(model, optimizer, data[1:])
-    assert optimizer.curvature["0"].basis is old["0"].basis
-    assert optimizer.curvature["2"].basis is not old["2"].basis
+    assert statistics(optimizer)["0"].basis is old["0"].basis
+    assert statistics(optimizer)["2"].basis is not old["2"].basis
     assert optimizer.failed_refreshes == 1
 
 

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import oracle
-from dense import METHODS, assert_close, dense_block, oracle_block, sample_loss
+from dense import METHODS, assert_close, dense_block, oracle_block, sample_loss, statistics
 from tekfac import KFAC, TEKFAC, TKFAC
 from tekfac.natural_gradient import NaturalGradient
 from training import assert_identical, backward, cnn, copied, everything, images, mlp, train, vectors
@@ -36,7 +36,7 @@ def test_exact_is_the_expectation_over_labels(method: type[NaturalGradient], lay
     inputs = vectors(1)[0][0]
     samples = oracle.per_column(oracle.softmax_column, mlp(), inputs, layer)
     sharing = "exact" if method in (TKFAC, TEKFAC) else "expand"
-    block = dense_block(measure(method, fisher="exact").curvature[layer])
+    block = dense_block(statistics(measure(method, fisher="exact"))[layer])
     if method is KFAC:  # A once, U summed over columns: A is the mean over the repeated samples
         assert_close(block, oracle.kfac_expand(samples.a[:, 0], samples.u[:, 0]).dense())
     else:
@@ -50,7 +50,7 @@ def test_empirical_is_of_the_training_labels(method: type[NaturalGradient], laye
     samples = oracle.per_sample(mlp(), sample_loss, inputs, labels, layer)
     sharing = "exact" if method in (TKFAC, TEKFAC) else "expand"
     assert_close(
-        dense_block(measure(method, fisher="empirical").curvature[layer]),
+        dense_block(statistics(measure(method, fisher="empirical"))[layer]),
         oracle_block(method, samples, sharing),
     )
 
@@ -63,7 +63,7 @@ def test_statistics_do_not_depend_on_the_reduction_of_the_loss(fisher: Any, redu
     train(model, optimizer, vectors(1), lambda z, y: F.cross_entropy(z, y, reduction=reduction))
     reference = measure(TEKFAC, fisher=fisher, seed=0)
     for layer in LAYERS:
-        assert_close(dense_block(optimizer.curvature[layer]), dense_block(reference.curvature[layer]))
+        assert_close(dense_block(statistics(optimizer)[layer]), dense_block(statistics(reference)[layer]))
 
 
 @pytest.mark.parametrize("fisher", ["empirical", "exact"])
@@ -76,7 +76,7 @@ def test_micro_batches_are_one_large_batch(fisher: Any) -> None:
         for part in parts:
             F.cross_entropy(model(x[part]), y[part], reduction="sum").backward()
         optimizer.step()
-        blocks.append(dense_block(optimizer.curvature["0"]))
+        blocks.append(dense_block(statistics(optimizer)["0"]))
     assert_close(blocks[1], blocks[0])
 
 
@@ -108,7 +108,7 @@ def test_the_average_of_many_draws_converges_to_the_exact_fisher() -> None:
             seed=0,
         )
         train(model, optimizer, vectors(1) * draws)
-        mean, expected = optimizer.curvature["0"].moments.values, exact.curvature["0"].moments.values
+        mean, expected = statistics(optimizer)["0"].moments.values, statistics(exact)["0"].moments.values
         errors.append(
             max(
                 float((a - b).norm() / b.norm())
@@ -157,7 +157,7 @@ def test_dropout_draws_the_same_masks_as_without_the_optimizer() -> None:
 
 
 def test_the_seed_decides_the_draws() -> None:
-    first, again, other = (measure(TKFAC, seed=seed).curvature["2"].moments.values for seed in (1, 1, 2))
+    first, again, other = (statistics(measure(TKFAC, seed=seed))["2"].moments.values for seed in (1, 1, 2))
     assert_identical(list(first), list(again))
     assert not torch.equal(first.output, other.output)
 
@@ -169,7 +169,7 @@ def test_without_a_seed_the_global_one_decides() -> None:
         torch.manual_seed(seed)
         optimizer = TKFAC(model, lr=1e-30)
         train(model, optimizer, vectors(1))
-        moments.append(optimizer.curvature["2"].moments.values)
+        moments.append(statistics(optimizer)["2"].moments.values)
     assert_identical(list(moments[0]), list(moments[1]))
     assert not torch.equal(moments[0].output, moments[2].output)
 
@@ -180,7 +180,7 @@ def test_every_measurement_draws_anew() -> None:
     outputs = []
     for _ in range(2):
         train(model, optimizer, vectors(1))
-        outputs.append(optimizer.curvature["2"].moments.values.output)
+        outputs.append(statistics(optimizer)["2"].moments.values.output)
     assert not torch.equal(*outputs)
 
 

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import oracle
-from dense import METHODS, assert_close, dense_block, sharings
+from dense import METHODS, assert_close, dense_block, sharings, statistics
 from tekfac import KFAC, TEKFAC
 from tekfac.likelihoods import Bernoulli, Categorical, Gaussian, Likelihood, as_likelihood
 from tekfac.natural_gradient import NaturalGradient
@@ -75,7 +75,7 @@ def assert_exact_fisher(
     loss(model(inputs)).backward()
     optimizer.step()
     for layer in layers:
-        block = optimizer.curvature[layer]
+        block = statistics(optimizer)[layer]
         _, d_out, d_in = block.rescaling.shape
         n_phi, n_psi = oracle.partial_traces(expected[layer], d_out, d_in)
         assert_close(block.moments.values.input[0], n_phi)
@@ -213,7 +213,7 @@ def test_samples_with_ignored_targets_might_as_well_not_be_there(
         network = build()
         optimizer = method(network, lr=1e-30, momentum=0.0, sharing=sharing, fisher=fisher)
         train(network, optimizer, [(inputs[rows], targets[rows])], loss)
-        blocks.append([dense_block(block) for block in optimizer.curvature.values()])
+        blocks.append([dense_block(block) for block in statistics(optimizer).values()])
     for with_ignored, without in zip(*blocks, strict=True):
         assert_close(with_ignored, without)
 
@@ -222,14 +222,14 @@ def test_a_batch_in_which_everything_is_ignored_is_no_measurement() -> None:
     model = mlp()
     optimizer = TEKFAC(model, lr=0.05, factors_every=1, basis_every=1, rescaling_every=1)
     train(model, optimizer, vectors(1))
-    before = dict(optimizer.curvature)
+    before = dict(statistics(optimizer))
     x, y = vectors(1)[0]
 
     def nothing(logits: Tensor, targets: Tensor) -> Tensor:
         return F.cross_entropy(logits, torch.full_like(targets, IGNORED), reduction="sum")
 
     train(model, optimizer, [(x, y)], nothing)
-    for name, block in optimizer.curvature.items():
+    for name, block in statistics(optimizer).items():
         assert block.moments is before[name].moments
         assert block.theta is not None
         assert block.theta.weight == 1.0
@@ -346,7 +346,7 @@ def drawn_cross_entropy(outputs: Tensor, generator: torch.Generator) -> Tensor:
 def moments_with(likelihood: Any, model: nn.Module, inputs: Tensor, targets: Tensor) -> list[Tensor]:
     optimizer = TEKFAC(model, lr=1e-30, likelihood=likelihood, seed=4)
     train(model, optimizer, [(inputs, targets)], classes_last)
-    return [block.moments.values.input for block in optimizer.curvature.values()]
+    return [block.moments.values.input for block in statistics(optimizer).values()]
 
 
 @pytest.mark.parametrize("shape", [(4, 5), (4, 3, 2)])

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import oracle
-from dense import METHODS, assert_close, dense_block, gradient_step, measured, sharings
+from dense import METHODS, assert_close, dense_block, gradient_step, measured, sharings, statistics
 from layer_kinds import (
     BIASES,
     KINDS,
@@ -143,12 +143,12 @@ def test_03_mean_and_sum_of_losses_give_the_same_statistics(
         method,
         samples_of(kind, True, fisher),
         own_sharing(method),
-        by_sum.curvature["layer"],
+        statistics(by_sum)["layer"],
     )
     by_mean = measured(method, case.model, case.inputs, case.loss, fisher=fisher, loss_reduction="mean")
     for layer in ("layer", "head"):
         for actual, expected in zip(
-            by_sum.curvature[layer].moments.values, by_mean.curvature[layer].moments.values, strict=True
+            statistics(by_sum)[layer].moments.values, statistics(by_mean)[layer].moments.values, strict=True
         ):
             assert_close(actual, expected)
 
@@ -159,7 +159,7 @@ def test_03_chunks_permutations_and_micro_batches_change_nothing(
     kind: str, method: type[NaturalGradient], sharing: str
 ) -> None:
     case, settings = case_of(kind, True), {"fisher": "empirical", "sharing": sharing}
-    whole = measured(method, case.model, case.inputs, case.loss, **settings).curvature["layer"]
+    whole = statistics(measured(method, case.model, case.inputs, case.loss, **settings))["layer"]
     chunked = measured(method, case.model, case.inputs, case.loss, memory_budget=1, **settings)
     order = torch.randperm(SAMPLES, generator=torch.Generator().manual_seed(1))
     permuted = measured(
@@ -175,7 +175,7 @@ def test_03_chunks_permutations_and_micro_batches_change_nothing(
         F.cross_entropy(case.model(case.inputs[part]), case.labels[part]).backward()
     split.step()
     for optimizer in (chunked, permuted, split):
-        other = optimizer.curvature["layer"]
+        other = statistics(optimizer)["layer"]
         for actual, expected in zip(other.moments.values, whole.moments.values, strict=True):
             assert_close(actual, expected)
         for group in range(len(whole.rescaling)):
@@ -204,7 +204,7 @@ def test_03_every_position_with_a_label_is_a_term(
         samples = oracle.per_column(oracle.softmax_column, model, inputs, layer)
         share = (4 / terms) ** 0.5  # the oracle divides by the 4 sequences
         scaled = oracle.Samples(share * samples.gradients, samples.a, share * samples.u)
-        assert_blocks_agree(method, scaled, own_sharing(method), optimizer.curvature[layer])
+        assert_blocks_agree(method, scaled, own_sharing(method), statistics(optimizer)[layer])
 
 
 @pytest.mark.parametrize("fisher", ["empirical", "exact"])
@@ -239,7 +239,7 @@ def test_03_ignored_positions_count_nowhere(fisher: str, sharing: str) -> None:
             rows_in = torch.stack([a[n, kept[n]].mean(0) for n in range(4)])  # the last has none
             rows_out = torch.cat([samples.u[:, 0].sum(1) for samples in columns])
         expected = torch.kron(rows_out.T @ rows_out / terms, rows_in.T @ rows_in / len(rows_in))
-        assert_close(dense_block(optimizer.curvature[layer]), expected)
+        assert_close(dense_block(statistics(optimizer)[layer]), expected)
 
 
 # -- 4: preconditioning is the damped solve ------------------------------------------------------------
@@ -257,7 +257,7 @@ def test_04_a_step_is_the_dense_solve(
         for layer in ("layer", "head"):
             samples, gradient = samples_of(kind, bias, layer=layer), case.to_matrix(layer)
             for group in groups_of(samples):
-                block = expected_block(method, samples, sharing, optimizer.curvature[layer], group)
+                block = expected_block(method, samples, sharing, statistics(optimizer)[layer], group)
                 assert_close(moved[layer][group], oracle.damped_solve(block, damping, gradient[group]))
 
 
@@ -290,7 +290,7 @@ def test_04_hardly_any_damping(method: type[NaturalGradient]) -> None:
     case, samples = case_of("linear", True), samples_of("linear", True)
     damping = 1e-9 * float(fisher_of(samples).norm())
     optimizer, moved = step_of(method, case, damping=damping)
-    block = expected_block(method, samples, "expand", optimizer.curvature["layer"], 0)
+    block = expected_block(method, samples, "expand", statistics(optimizer)["layer"], 0)
     expected = oracle.damped_solve(block, damping, case.to_matrix("layer")[0])
     assert_close(moved["layer"][0], expected, rtol=1e-8)
 
@@ -300,7 +300,7 @@ def test_04_the_first_momentum_buffer_is_the_solve_too() -> None:
     optimizer = TEKFAC(case.model, lr=0.5, momentum=0.9, damping=0.1, fisher="empirical")
     gradient_step(optimizer, case.model, case.loss, case.inputs)
     weight = case.model.get_submodule("layer").weight
-    block = expected_block(TEKFAC, samples, "exact", optimizer.curvature["layer"], 0)
+    block = expected_block(TEKFAC, samples, "exact", statistics(optimizer)["layer"], 0)
     solution = oracle.damped_solve(block, 0.1, case.to_matrix("layer")[0])
     buffer = optimizer.state[weight]["momentum_buffer"]
     assert_close(buffer, solution[:, :-1].reshape(weight.shape))

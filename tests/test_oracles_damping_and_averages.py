@@ -8,7 +8,16 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import oracle
-from dense import METHODS, assert_close, dense_block, dense_factors, gradient_step, measured, relative_error
+from dense import (
+    METHODS,
+    assert_close,
+    dense_block,
+    dense_factors,
+    gradient_step,
+    measured,
+    relative_error,
+    statistics,
+)
 from layer_kinds import (
     BIASES,
     KINDS,
@@ -56,7 +65,7 @@ def factored_block(inputs: Tensor, outputs: Tensor, on_inputs: Tensor, on_output
 @every_bias
 def test_25_factored_damping_is_its_four_terms(kind: str, bias: bool) -> None:
     case, samples, damping = case_of(kind, bias), samples_of(kind, bias), 0.03
-    curvature = measured(KFAC, case.model, case.inputs, case.loss, fisher="empirical").curvature["layer"]
+    curvature = statistics(measured(KFAC, case.model, case.inputs, case.loss, fisher="empirical"))["layer"]
     spectrum = Spectrum(curvature.rescaling, curvature.basis, is_convolution=False, is_product=True)
     denominators = Factored(damping).denominators(spectrum, [spectrum])
     for group in groups_of(samples):
@@ -137,7 +146,7 @@ def test_26_convolutions_are_damped_by_their_trace(
     case, samples = case_of(kind, bias), samples_of(kind, bias)
     optimizer, moved = step_of(method, case, damping=None, trace_floor=floor)
     for group in groups_of(samples):
-        curvature = optimizer.curvature["layer"]
+        curvature = statistics(optimizer)["layer"]
         block = expected_block(method, samples, "exact", curvature, group)
         damping = trace_lambda(block, floor)
         size = curvature.rescaling[group].numel()
@@ -177,7 +186,7 @@ def test_26_fully_connected_layers_beside_convolutions(
     samples = {layer: samples_of(kind, True, layer=layer) for layer in ("layer", "head")}
 
     def block(layer: str, group: int = 0) -> Tensor:
-        return expected_block(method, samples[layer], "exact", optimizer.curvature[layer], group)
+        return expected_block(method, samples[layer], "exact", statistics(optimizer)[layer], group)
 
     beta = max(trace_lambda(block("layer", group), floor) for group in groups_of(samples["layer"]))
     head, eye = block("head"), identity(len(block("head")))
@@ -214,13 +223,13 @@ def test_26_beta_is_the_largest_of_all_groups_of_all_convolutions() -> None:
     optimizer, moved = step_of(TEKFAC, case, damping=None, trace_floor=floor, beta="add")
     dampings = {
         (layer, group): trace_lambda(
-            expected_block(TEKFAC, samples[layer], "exact", optimizer.curvature[layer], group), floor
+            expected_block(TEKFAC, samples[layer], "exact", statistics(optimizer)[layer], group), floor
         )
         for layer in "024"
         for group in groups_of(samples[layer])
     }
     assert max(dampings, key=lambda key: dampings[key]) == ("2", 1)
-    head = expected_block(TEKFAC, samples["6"], "exact", optimizer.curvature["6"], 0)
+    head = expected_block(TEKFAC, samples["6"], "exact", statistics(optimizer)["6"], 0)
     expected = oracle.damped_solve(head, max(dampings.values()), case.to_matrix("6")[0])
     assert_close(moved["6"][0], expected)
 
@@ -232,7 +241,7 @@ def test_26_own_damping_without_convolutions(method: type[NaturalGradient]) -> N
     optimizer, moved = step_of(method, case, damping=None)
     root = torch.tensor(DEFAULT_DAMPING**0.5, dtype=torch.float64)
     if method in (EKFAC, TEKFAC):
-        block = expected_block(method, samples, own_sharing(method), optimizer.curvature["layer"], 0)
+        block = expected_block(method, samples, own_sharing(method), statistics(optimizer)["layer"], 0)
         block = block + DEFAULT_DAMPING * identity(len(block))
     else:
         scale, inputs, outputs = expected_factors(method, samples, own_sharing(method), 0)
@@ -288,7 +297,7 @@ def test_27_other_readings_of_beta_change_the_proportion(beta: str) -> None:
 def test_27_large_damping_is_the_gradient(kind: str, method: type[NaturalGradient]) -> None:
     case = case_of(kind, True)
     optimizer = measured(method, case.model, case.inputs, case.loss, fisher="empirical")
-    curvature, gradient = optimizer.curvature["layer"], case.to_matrix("layer")
+    curvature, gradient = statistics(optimizer)["layer"], case.to_matrix("layer")
     size = float(curvature.rescaling.max())
     for damping in (1e3 * size, 1e6 * size, 1e9 * size):
         step = precondition(gradient, curvature.basis, curvature.rescaling + damping)
@@ -437,7 +446,7 @@ class Run:
         case = Case(self.case.model, self.case.inputs[part], self.case.labels[part])
         self.samples.append(oracle.per_sample(case.model, F.cross_entropy, case.inputs, case.labels, "layer"))
         gradient_step(self.optimizer, case.model, case.loss, case.inputs)
-        return self.optimizer.curvature["layer"]
+        return statistics(self.optimizer)["layer"]
 
 
 PARTS = (slice(0, 5), slice(4, 12), slice(10, 14), slice(2, 9))

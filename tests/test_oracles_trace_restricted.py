@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 import oracle
 import tekfac.factors
-from dense import assert_close, dense_block, dense_factors, measured, relative_error
+from dense import assert_close, dense_block, dense_factors, measured, relative_error, statistics
 from layer_kinds import (
     BIASES,
     KINDS,
@@ -68,7 +68,7 @@ def trace_of_sharing(samples: oracle.Samples, group: int, sharing: str) -> Tenso
 def test_05_the_trace_of_the_block_is_kept(kind: str, bias: bool, sharing: str, fisher: str) -> None:
     case, samples = case_of(kind, bias), samples_of(kind, bias, fisher)
     optimizer = measured(TKFAC, case.model, case.inputs, case.loss, fisher=fisher, sharing=sharing)
-    curvature = optimizer.curvature["layer"]
+    curvature = statistics(optimizer)["layer"]
     for group in groups_of(samples):
         expected = trace_of_sharing(samples, group, sharing)
         phi, psi, sigma = dense_factors(curvature, group)
@@ -106,7 +106,7 @@ def test_05_the_choice_of_sharing_is_not_cosmetic() -> None:
 def test_06_moments_are_partial_traces(kind: str, bias: bool, sharing: str, fisher: str) -> None:
     case, samples = case_of(kind, bias), samples_of(kind, bias, fisher)
     optimizer = measured(TKFAC, case.model, case.inputs, case.loss, fisher=fisher, sharing=sharing)
-    moments = optimizer.curvature["layer"].moments.values
+    moments = statistics(optimizer)["layer"].moments.values
     d_out, d_in = samples.gradients.shape[2:]
     for group in groups_of(samples):
         block = oracle.shared_fisher(samples.a[:, group], samples.u[:, group], sharing)
@@ -188,7 +188,7 @@ def test_07_trace_of_kfac_is_off_by_a_covariance(bias: bool, layer: str) -> None
     covariance = ((a2 - a2.mean()) * (u2 - u2.mean())).mean()
     assert covariance.abs() > 1e-6 * fisher_of(samples).trace()
     expected = fisher_of(samples).trace() - covariance
-    assert_close(dense_block(optimizer.curvature[layer]).trace(), expected)
+    assert_close(dense_block(statistics(optimizer)[layer]).trace(), expected)
 
 
 # -- 8: scaling ----------------------------------------------------------------------------------------
@@ -215,7 +215,7 @@ def test_08_scaling_a_network(kind: str, sharing: str) -> None:
     """Inputs times alpha under weights divided by alpha, and the loss times beta; no bias."""
     case, alpha, beta = case_of(kind, False), 1.7, 0.3
     settings = {"fisher": "empirical", "sharing": sharing}
-    plain = measured(TKFAC, case.model, case.inputs, case.loss, **settings).curvature["layer"]
+    plain = statistics(measured(TKFAC, case.model, case.inputs, case.loss, **settings))["layer"]
     with torch.no_grad():
         case.model.get_submodule("layer").weight.div_(alpha)
     scaled = measured(
@@ -238,7 +238,7 @@ def test_08_scaling_a_network(kind: str, sharing: str) -> None:
 def test_09_margins_of_theta(kind: str, bias: bool, fisher: str) -> None:
     case = case_of(kind, bias)
     optimizer = measured(TEKFAC, case.model, case.inputs, case.loss, fisher=fisher, sharing="exact")
-    for curvature in optimizer.curvature.values():
+    for curvature in statistics(optimizer).values():
         theta, basis = curvature.rescaling, curvature.basis
         assert_close(theta.sum(1), basis.scale[:, None] * basis.values_in)
         assert_close(theta.sum(2), basis.scale[:, None] * basis.values_out)
@@ -274,7 +274,7 @@ def full_rank_case(positions: int) -> Case:
 def test_10_no_product_has_a_smaller_divergence(positions: int) -> None:
     case = full_rank_case(positions)
     optimizer = measured(TKFAC, case.model, case.inputs, case.loss, fisher="empirical")
-    phi, psi, sigma = dense_factors(optimizer.curvature["layer"])
+    phi, psi, sigma = dense_factors(statistics(optimizer)["layer"])
     samples = oracle.per_sample(case.model, nn.functional.cross_entropy, case.inputs, case.labels, "layer")
     fisher = fisher_of(samples)
     rho = fisher / fisher.trace()
@@ -292,7 +292,7 @@ def test_10_no_product_has_a_smaller_divergence(positions: int) -> None:
         return -(values * values.log()).sum()
 
     assert_close(least, entropy(phi) + entropy(psi) - entropy(rho))  # the mutual information
-    gap = fisher - dense_block(optimizer.curvature["layer"])
+    gap = fisher - dense_block(statistics(optimizer)["layer"])
     assert gap.norm() <= torch.linalg.eigvalsh(gap).abs().sum() <= sigma * (2 * least).sqrt()  # Pinsker
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from dense import METHODS
+from dense import METHODS, statistics
 from tekfac import EKFAC, KFAC, TEKFAC, TKFAC
 from tekfac.damping import BesideConvolutions, TraceBased
 from tekfac.natural_gradient import NaturalGradient
@@ -54,7 +54,7 @@ def test_the_intervals_are_those_of_the_paper(method: type[NaturalGradient]) -> 
     old = None
     for k in range(201):
         train(model, optimizer, batch)
-        new = optimizer.curvature["0"]
+        new = statistics(optimizer)["0"]
         if old is None or new.moments is not old.moments:
             factors.append(k)
         if old is None or new.basis is not old.basis:

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from dense import METHODS
+from dense import METHODS, statistics
 from tekfac import EKFAC, KFAC, TEKFAC
 from tekfac.damping import TraceBased
 from tekfac.natural_gradient import NaturalGradient
@@ -273,11 +273,11 @@ def test_curvature_loaded_from_a_live_optimizer_is_a_copy() -> None:
     model, other = mlp(), mlp()
     optimizer, second = trained(model), TEKFAC(other, lr=0.05)
     second.load_state_dict(optimizer.state_dict())
-    for layer in second.curvature.values():
+    for layer in statistics(second).values():
         layer.moments.values.input.zero_()
         layer.basis.vectors_in.zero_()
         layer.rescaling.zero_()
-    for layer in optimizer.curvature.values():
+    for layer in statistics(optimizer).values():
         assert layer.moments.values.input.any()
         assert layer.basis.vectors_in.any()
         assert layer.rescaling.any()

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import oracle
-from dense import METHODS, assert_close, dense_block
+from dense import METHODS, assert_close, dense_block, statistics
 from tekfac import EKFAC, KFAC, TEKFAC, TKFAC
 from tekfac.curvature import LayerCurvature
 from tekfac.natural_gradient import NaturalGradient
@@ -28,7 +28,7 @@ def history(
         samples = oracle.per_column(oracle.softmax_column, model, batch[0], LAYER)
         fishers.append(oracle.exact_fisher(samples.gradients[:, 0]))
         train(model, optimizer, [batch])
-        curvatures.append(optimizer.curvature[LAYER])
+        curvatures.append(statistics(optimizer)[LAYER])
     return curvatures, fishers
 
 

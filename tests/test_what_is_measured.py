@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn.functional import binary_cross_entropy_with_logits, cross_entropy, log_softmax, mse_loss, nll_loss
 from torch.utils.checkpoint import checkpoint
 
-from dense import assert_close, dense_block, measured
+from dense import assert_close, dense_block, measured, statistics
 from tekfac import KFAC, TEKFAC, TKFAC
 from tekfac.likelihoods import OutputShapeError
 
@@ -46,7 +46,7 @@ def test_gradients_by_the_input_alone_are_not_measured() -> None:
         torch.autograd.grad(cross_entropy(model(x + delta), y), delta)
     cross_entropy(model(x), y).backward()
     optimizer.step()
-    assert_close(dense_block(optimizer.curvature["0"]), plain_block())
+    assert_close(dense_block(statistics(optimizer)["0"]), plain_block())
 
 
 def test_gradients_collected_by_autograd_grad_are_measured() -> None:
@@ -57,7 +57,7 @@ def test_gradients_collected_by_autograd_grad_are_measured() -> None:
     for p, g in zip(parameters, torch.autograd.grad(cross_entropy(model(x), y), parameters), strict=True):
         p.grad = g
     optimizer.step()
-    assert_close(dense_block(optimizer.curvature["0"]), plain_block())
+    assert_close(dense_block(statistics(optimizer)["0"]), plain_block())
 
 
 def test_a_hook_of_the_user_that_replaces_the_output_comes_after_ours() -> None:
@@ -72,7 +72,7 @@ def test_a_hook_of_the_user_that_replaces_the_output_comes_after_ours() -> None:
 
     plain.insert(1, Doubled())
     expected = measured(TKFAC, plain, x, lambda out: cross_entropy(out, y), fisher="empirical")
-    assert_close(dense_block(optimizer.curvature["0"]), dense_block(expected.curvature["0"]))
+    assert_close(dense_block(statistics(optimizer)["0"]), dense_block(statistics(expected)["0"]))
 
 
 def test_two_optimizers_on_one_model_do_not_take_each_others_vectors() -> None:
@@ -83,7 +83,7 @@ def test_two_optimizers_on_one_model_do_not_take_each_others_vectors() -> None:
     cross_entropy(model(x), y).backward()
     first.step()
     second.step()
-    assert_close(dense_block(second.curvature["0"]), plain_block())
+    assert_close(dense_block(statistics(second)["0"]), plain_block())
 
 
 def test_a_model_that_calls_itself_is_one_forward_pass() -> None:
@@ -97,7 +97,7 @@ def test_a_model_that_calls_itself_is_one_forward_pass() -> None:
 
     x, y = data()
     optimizer = measured(TKFAC, Recursive(), x, lambda out: cross_entropy(out, y), fisher="empirical")
-    assert_close(dense_block(optimizer.curvature["body.0"]), plain_block())
+    assert_close(dense_block(statistics(optimizer)["body.0"]), plain_block())
 
 
 def test_an_exception_in_the_forward_pass_leaves_nothing_behind() -> None:
@@ -122,7 +122,7 @@ def test_an_exception_in_the_forward_pass_leaves_nothing_behind() -> None:
     model.fail = False
     cross_entropy(model(x), y).backward()
     optimizer.step()
-    assert_close(dense_block(optimizer.curvature["body.0"]), plain_block())
+    assert_close(dense_block(statistics(optimizer)["body.0"]), plain_block())
 
 
 @pytest.mark.parametrize("likelihood", ["categorical", "bernoulli", "gaussian"])
@@ -131,7 +131,7 @@ def test_an_empty_batch_is_nothing_to_measure(likelihood: str) -> None:
     optimizer = TKFAC(model, damping=1e-3, likelihood=likelihood)
     model(torch.zeros(0, 5, dtype=F64)).sum().backward()
     optimizer.step()
-    assert not optimizer.curvature
+    assert not statistics(optimizer)
     assert optimizer.skipped_steps == 0
 
 
@@ -150,7 +150,7 @@ def test_reentrant_checkpoints_are_refused_with_the_way_out() -> None:
     watching = TKFAC(model, damping=1e-3)
     with pytest.raises(RuntimeError, match="use_reentrant=False"):
         cross_entropy(model(x), y).backward()
-    assert not watching.curvature
+    assert not statistics(watching)
 
 
 def test_an_input_changed_in_place_inside_a_checkpoint_is_left_out_and_named(
@@ -176,7 +176,7 @@ def test_an_input_changed_in_place_inside_a_checkpoint_is_left_out_and_named(
     optimizer = TKFAC(model, damping=1e-3)
     cross_entropy(model(x), y).backward()
     optimizer.step()
-    assert "second" not in optimizer.curvature
+    assert "second" not in statistics(optimizer)
     assert "'second' was changed in place" in caplog.text
 
 
@@ -187,7 +187,7 @@ def test_statistics_do_not_lose_precision_inside_autocast() -> None:
     with torch.autocast("cpu", dtype=torch.bfloat16):
         cross_entropy(model(x.float()), y).backward()
         optimizer.step()
-    block = optimizer.curvature["0"]
+    block = statistics(optimizer)["0"]
     assert {t.dtype for t in (*block.moments.values, *block.basis, block.rescaling)} == {torch.float32}
 
 
@@ -197,7 +197,7 @@ def test_a_single_class_is_refused() -> None:
     watching = TEKFAC(model)
     with pytest.raises(OutputShapeError, match="likelihood='bernoulli'"):
         model(x)
-    assert not watching.curvature
+    assert not statistics(watching)
 
 
 def test_a_loss_that_is_no_cross_entropy_is_doubted_once(caplog: pytest.LogCaptureFixture) -> None:
@@ -217,7 +217,7 @@ def test_log_probabilities_are_as_good_as_logits(caplog: pytest.LogCaptureFixtur
     with caplog.at_level(logging.WARNING, "tekfac"):
         optimizer = measured(TKFAC, model, x, lambda out: nll_loss(out, y), fisher="exact")
     assert not caplog.text
-    assert_close(dense_block(optimizer.curvature["0"]), plain_block("exact"))
+    assert_close(dense_block(statistics(optimizer)["0"]), plain_block("exact"))
     assert_close(log_softmax(torch.ones(1, 3, dtype=F64), 1).exp().sum(), 1.0)
 
 
@@ -234,7 +234,7 @@ def test_certain_predictions_are_not_taken_for_ignored_targets(kind: str) -> Non
     # Bernoulli: p (1 - p) / 8 terms of the five outputs at 0.5. Categorical: trace of diag(p) - p p^T of the
     # one sample at (0.5, 0.5), / 4 terms.
     expected = 5 / 32 if kind == "bernoulli" else 1 / 8
-    assert_close(optimizer.curvature[""].basis.values_out[0].sum(), expected, rtol=1e-5)
+    assert_close(statistics(optimizer)[""].basis.values_out[0].sum(), expected, rtol=1e-5)
 
 
 def test_sequence_first_outputs_are_told_by_batch_dim() -> None:
@@ -263,7 +263,7 @@ def test_sequence_first_outputs_are_told_by_batch_dim() -> None:
     xt = x.transpose(0, 1).contiguous()
     told = measured(TKFAC, Causal(True), xt, transposed_loss, fisher="exact", batch_dim=1)
     for name in ("first", "last"):
-        assert_close(dense_block(told.curvature[name]), dense_block(right.curvature[name]))
+        assert_close(dense_block(statistics(told)[name]), dense_block(statistics(right)[name]))
 
 
 def test_sequence_first_outputs_that_are_not_told_are_doubted(caplog: pytest.LogCaptureFixture) -> None:

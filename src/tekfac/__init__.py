@@ -1,7 +1,7 @@
-"""Natural-gradient optimizers for PyTorch: KFAC, EKFAC, TKFAC and TEKFAC."""
+"""Natural-gradient optimizers for PyTorch: KFAC, EKFAC, TKFAC and TEKFAC, and their Fisher approximations."""
 
+from tekfac import fisher
 from tekfac.optimizers import EKFAC, KFAC, TEKFAC, TKFAC
+from tekfac.version import __version__
 
-__version__ = "0.1.0"
-
-__all__ = ["EKFAC", "KFAC", "TEKFAC", "TKFAC", "__version__"]
+__all__ = ["EKFAC", "KFAC", "TEKFAC", "TKFAC", "__version__", "fisher"]

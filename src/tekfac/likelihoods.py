@@ -15,12 +15,16 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 SampledLoss = Callable[[Tensor, torch.Generator], Tensor]
 """(outputs, generator) -> -log p of labels drawn with that generator: one number per term."""
+
+IGNORED = -100
+"""The class index of a target that does not count, as in torch's losses."""
 
 LIKELIHOODS = ("categorical", "bernoulli", "gaussian")
 
@@ -63,6 +67,32 @@ class Likelihood(ABC):
     @abstractmethod
     def predict(self, outputs: Tensor, gradient: Tensor) -> Prediction:
         """Read a batch of outputs; `gradient` is that of the training loss with respect to them."""
+
+    def losses(self, outputs: Tensor, targets: Tensor | None) -> Losses:
+        """-log p(targets | outputs) up to a constant, term by term; samples are axis 0.
+
+        Without targets it is the loss of some targets that no outputs predict for certain: a gradient from
+        which `predict` sees that every term counts.
+
+        Raises:
+            NotImplementedError: for a likelihood that does not tell its loss.
+        """
+        raise NotImplementedError(
+            f"The likelihood {type(self).__name__} does not tell its loss. Give it: "
+            "loss=lambda model, batch: ..."
+        )
+
+
+class Losses(NamedTuple):
+    """The terms of a loss.
+
+    Attributes:
+        total: their sum.
+        counted: which of them count, [N, P].
+    """
+
+    total: Tensor
+    counted: Tensor
 
 
 # -- classes -------------------------------------------------------------------------------------------
@@ -118,6 +148,32 @@ class Categorical(Likelihood):
                 "these the logits (outputs=...)?"
             )
         return _Classes(counted, probabilities, logits.shape, axis, outputs.dtype, doubt=doubt)
+
+    def losses(self, outputs: Tensor, targets: Tensor | None) -> Losses:
+        """Cross-entropy of class indices (-100: ignored) or class probabilities."""
+        logits = _at_least_float32(outputs).movedim(self._class_axis_by_targets(outputs, targets), 1)
+        if targets is None:
+            targets = logits.detach().argmin(1)
+        elif targets.is_floating_point():
+            targets = targets.movedim(self._class_axis_by_targets(outputs, targets), 1)
+        total = nn.functional.cross_entropy(logits, targets, reduction="sum")
+        counted = targets.sum(1) > 0 if targets.is_floating_point() else targets != IGNORED
+        return Losses(total, counted.reshape(len(outputs), -1))
+
+    def _class_axis_by_targets(self, outputs: Tensor, targets: Tensor | None) -> int:
+        if self.class_dim is not None or outputs.ndim == 2:
+            return 1 if self.class_dim is None else self.class_dim % outputs.ndim
+        shape = list(outputs.shape)
+        if targets is not None:
+            for axis in (1, outputs.ndim - 1):
+                if list(targets.shape) == shape[:axis] + shape[axis + 1 :]:
+                    return axis
+        raise OutputShapeError(
+            f"Cannot tell which axis of the outputs, of shape {shape}, holds the classes: there are "
+            f"{'no targets' if targets is None else f'targets of shape {list(targets.shape)}'}. Expected "
+            "targets like the outputs without axis 1 or the last. Name the axis: "
+            "likelihood=Categorical(class_dim=...)."
+        )
 
     def _class_axis(self, outputs: Tensor, gradient: Tensor) -> int:
         if self.class_dim is not None:
@@ -196,6 +252,17 @@ class Bernoulli(Likelihood):
         counted = ((gradient != 0) | certain).reshape(len(outputs), -1)
         return _Independent(counted, outputs, p * (1 - p), draw=lambda g: p - torch.bernoulli(p, generator=g))
 
+    def losses(self, outputs: Tensor, targets: Tensor | None) -> Losses:
+        """Binary cross-entropy of logits."""
+        logits = _at_least_float32(outputs)
+        if targets is None:
+            targets = logits.detach() < 0
+        _require_like(outputs, targets)
+        total = nn.functional.binary_cross_entropy_with_logits(
+            logits, targets.to(logits.dtype), reduction="sum"
+        )
+        return Losses(total, torch.ones_like(outputs, dtype=torch.bool).reshape(len(outputs), -1))
+
 
 @dataclass(frozen=True)
 class Gaussian(Likelihood):
@@ -225,6 +292,15 @@ class Gaussian(Likelihood):
             return noise * torch.randn(means.shape, generator=generator, dtype=means.dtype, device=means.device)
 
         return _Independent(counted, outputs, torch.full_like(means, 1 / self.variance), draw)
+
+    def losses(self, outputs: Tensor, targets: Tensor | None) -> Losses:
+        """|f - y|^2 / (2 variance)."""
+        means = _at_least_float32(outputs)
+        if targets is None:
+            targets = means.detach() + 1
+        _require_like(outputs, targets)
+        total = (means - targets).square().sum() / (2 * self.variance)
+        return Losses(total, torch.ones_like(outputs, dtype=torch.bool).reshape(len(outputs), -1))
 
 
 @dataclass(frozen=True)
@@ -331,6 +407,14 @@ def _require_batch_axis(outputs: Tensor, name: str) -> None:
     if outputs.ndim < 1:
         raise OutputShapeError(
             f"The {name} likelihood got a scalar output. Expected outputs of shape [N, ...]."
+        )
+
+
+def _require_like(outputs: Tensor, targets: Tensor) -> None:
+    if targets.shape != outputs.shape:
+        raise OutputShapeError(
+            f"Got targets of shape {list(targets.shape)} for outputs of shape {list(outputs.shape)}. Expected "
+            "the same shape."
         )
 
 

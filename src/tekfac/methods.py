@@ -63,6 +63,19 @@ TEKFAC = Method("TEKFAC", TRACE_RESTRICTED, CORRECTED, own_damping=_by_trace(Tik
 ALL = (KFAC, EKFAC, TKFAC, TEKFAC)
 
 
+def named(name: str) -> Method:
+    """The method of that name, in capitals or not.
+
+    Raises:
+        ValueError: for an unknown name.
+    """
+    found = {method.name.lower(): method for method in ALL}.get(str(name).lower())
+    if found is None:
+        known = ", ".join(method.name.lower() for method in ALL)
+        raise ValueError(f"Unknown method: {name!r}. Expected one of {known}.")
+    return found
+
+
 def default_settings(method: Method) -> dict[str, Any]:
     """Where the method's choices move a default."""
     return {"sharing": "exact" if "exact" in method.factors.sharings else "expand"}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from types import MappingProxyType
 from typing import Any, ClassVar, Self, Unpack, overload
 
 import torch
@@ -11,8 +10,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from tekfac import checkpoint, reports
+from tekfac.block_diagonal import BlockDiagonal
+from tekfac.blocks import KroneckerBlock
 from tekfac.capture import Capture
-from tekfac.curvature import Due, LayerCurvature, NonFiniteStatisticsError, Recipe
+from tekfac.curvature import Due, NonFiniteStatisticsError, Recipe
 from tekfac.damping import DampingRule, as_rule
 from tekfac.groups import completed_groups, parameters_of, resolved_groups, take_inventory
 from tekfac.layers import SUPPORTED, Layer
@@ -320,9 +321,9 @@ class NaturalGradient(Optimizer):
             reports.unseen_layers(type(self).__name__, new)
 
     @property
-    def curvature(self) -> Mapping[str, LayerCurvature]:
-        """The Fisher block of every layer seen so far, by layer name; a view that cannot be changed."""
-        return MappingProxyType(self._network.blocks)
+    def curvature(self) -> BlockDiagonal[KroneckerBlock]:
+        """The Fisher block of every layer seen so far, by layer name, as it is now (see tekfac.fisher)."""
+        return self._network.block_diagonal()
 
     @property
     def failed_refreshes(self) -> int:

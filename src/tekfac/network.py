@@ -7,6 +7,8 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
+from tekfac.block_diagonal import BlockDiagonal
+from tekfac.blocks import KroneckerBlock
 from tekfac.curvature import Due, LayerCurvature, Recipe, refreshed
 from tekfac.damping import DampingRule, Spectrum
 from tekfac.eigenbasis import Eigenbasis
@@ -53,6 +55,15 @@ class NetworkCurvature:
             elif old is not None and due.basis:
                 blocks[name] = refreshed(old, [], Due(factors=False, basis=True, rescaling=False), self._recipe)
         return blocks
+
+    def block_diagonal(self) -> BlockDiagonal[KroneckerBlock]:
+        """The present blocks as a matrix; later refreshes do not change it."""
+        return BlockDiagonal(
+            KroneckerBlock(
+                self.layers[name].shape, block.basis, None if block.theta is None else block.theta.values[0]
+            )
+            for name, block in self._blocks.items()
+        )
 
     def natural_gradients(self, rules: Mapping[str, DampingRule]) -> dict[Tensor, Tensor]:
         """(F_hat + damping)^-1 applied to `.grad`, for the parameters of every layer that has both.

@@ -1,0 +1,198 @@
+"""The block-diagonal matrix of a network: blocks by layer name, and their products with parameters."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from types import MappingProxyType
+from typing import Any, Generic, TypeVar
+
+import torch
+from torch import Tensor
+
+from tekfac.blocks import Block
+from tekfac.extras import require
+
+AnyBlock = TypeVar("AnyBlock", bound=Block, covariant=True)
+
+Damping = float | Mapping[str, float]
+"""One number for all layers, or one for each, by layer name."""
+
+
+class BlockDiagonal(Mapping[str, AnyBlock], Generic[AnyBlock]):
+    """Fisher blocks by layer name, and the matrix that has them on its diagonal.
+
+    The matrix acts on dicts of tensors named and shaped like the parameters of its layers
+    (`{"conv1.weight": ..., "conv1.bias": ...}`), or on vectors: the same tensors flattened and concatenated
+    in the order of `parameters`, which is the model's.
+
+    Attributes:
+        metadata: how the blocks were made: plain values, saved with them.
+    """
+
+    def __init__(self, blocks: Iterable[AnyBlock], metadata: Mapping[str, Any] | None = None) -> None:
+        self._blocks = {block.name: block for block in blocks}
+        self.metadata: Mapping[str, Any] = MappingProxyType(dict(metadata or {}))
+
+    def __getitem__(self, name: str) -> AnyBlock:
+        try:
+            return self._blocks[name]
+        except KeyError:
+            names = ", ".join(map(repr, self._blocks)) or "none yet"
+            raise KeyError(f"No block of a layer {name!r}. The layers with a block: {names}.") from None
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._blocks)
+
+    def __len__(self) -> int:
+        return len(self._blocks)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._blocks
+
+    def __repr__(self) -> str:
+        blocks = ", ".join(f"{name!r}: {type(b).__name__} of {b.size} rows" for name, b in self.items())
+        return f"BlockDiagonal({{{blocks}}})"
+
+    # -- numbers -----------------------------------------------------------------------------------------
+
+    @property
+    def parameters(self) -> dict[str, tuple[int, ...]]:
+        """Names and shapes of the parameters it acts on, in order."""
+        return {name: shape for block in self.values() for name, shape in block.shape.parameters.items()}
+
+    @property
+    def size(self) -> int:
+        """Rows of the whole matrix."""
+        return sum(block.size for block in self.values())
+
+    def trace(self) -> float:
+        """Sum of the eigenvalues."""
+        return sum(block.trace() for block in self.values())
+
+    def frobenius_norm(self) -> float:
+        """Root of the sum of squared eigenvalues."""
+        return math.hypot(*(block.frobenius_norm() for block in self.values()))
+
+    def eigenvalues(self) -> Tensor:
+        """All eigenvalues, ascending, [size]."""
+        return torch.cat([block.eigenvalues() for block in self.values()]).sort().values
+
+    def logdet(self, damping: Damping = 0.0) -> float:
+        """log det(F + damping I); -inf for a singular matrix."""
+        return sum(block.logdet(self._damping_of(block, damping)) for block in self.values())
+
+    # -- products ----------------------------------------------------------------------------------------
+
+    def matvec(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """F v for tensors named and shaped [..., *shape] like the parameters."""
+        return self._on_dict(lambda block, matrix: block.matvec(matrix), tensors)
+
+    def solve(self, tensors: Mapping[str, Tensor], damping: Damping = 0.0) -> dict[str, Tensor]:
+        """(F + damping I)^-1 v for tensors named and shaped [..., *shape] like the parameters."""
+        return self._on_dict(lambda b, matrix: b.solve(matrix, self._damping_of(b, damping)), tensors)
+
+    def sqrt_matvec(self, tensors: Mapping[str, Tensor], damping: Damping = 0.0) -> dict[str, Tensor]:
+        """(F + damping I)^(1/2) z: from white noise to noise of covariance F + damping I."""
+        return self._on_dict(lambda b, matrix: b.sqrt_matvec(matrix, self._damping_of(b, damping)), tensors)
+
+    def inv_sqrt_matvec(self, tensors: Mapping[str, Tensor], damping: Damping = 0.0) -> dict[str, Tensor]:
+        """(F + damping I)^(-1/2) z: from white noise to noise of covariance (F + damping I)^-1."""
+        return self._on_dict(lambda b, matrix: b.inv_sqrt_matvec(matrix, self._damping_of(b, damping)), tensors)
+
+    def to_vector(self, tensors: Mapping[str, Tensor]) -> Tensor:
+        """The tensors [..., *shape], flattened and concatenated in the order of `parameters`, [..., size]."""
+        self._require_names(tensors)
+        shapes = self.parameters
+        return torch.cat([tensors[name].flatten(tensors[name].ndim - len(shapes[name])) for name in shapes], -1)
+
+    def from_vector(self, vector: Tensor) -> dict[str, Tensor]:
+        """The tensors, by name, that a vector [..., size] is made of."""
+        if vector.shape[-1] != self.size:
+            raise ValueError(
+                f"Got a vector of {vector.shape[-1]} numbers. Expected {self.size}, one per parameter."
+            )
+        shapes = self.parameters
+        parts = torch.split(vector, [math.prod(shape) for shape in shapes.values()], dim=-1)
+        return {
+            name: part.reshape(*vector.shape[:-1], *shape)
+            for (name, shape), part in zip(shapes.items(), parts, strict=True)
+        }
+
+    # -- SciPy -------------------------------------------------------------------------------------------
+
+    def linear_operator(self, damping: Damping = 0.0) -> Any:
+        """F + damping I as a `scipy.sparse.linalg.LinearOperator` on vectors."""
+
+        def product(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+            products = self.matvec(tensors)
+            for block in self.values():
+                damping_of_block = self._damping_of(block, damping)
+                for name in block.shape.parameters:
+                    products[name] += damping_of_block * tensors[name].to(products[name])
+            return products
+
+        return self._operator(product)
+
+    def inverse_linear_operator(self, damping: Damping = 0.0) -> Any:
+        """(F + damping I)^-1 as a `scipy.sparse.linalg.LinearOperator`: a preconditioner for its solvers."""
+        return self._operator(lambda tensors: self.solve(tensors, damping))
+
+    def _operator(self, product: Callable[[dict[str, Tensor]], dict[str, Tensor]]) -> Any:
+        linalg = require("scipy.sparse.linalg", "A linear operator")
+        dtypes = [block.dtype for block in self.values()]
+        dtype = torch.float64 if torch.float64 in dtypes else torch.float32
+
+        def on_columns(columns: Any) -> Any:
+            """[size] or [size, k], as SciPy has it."""
+            vectors = torch.as_tensor(columns, dtype=dtype)
+            products = self.to_vector(product(self.from_vector(vectors.movedim(0, -1))))
+            return products.movedim(-1, 0).cpu().numpy()
+
+        return linalg.LinearOperator(
+            (self.size, self.size),
+            matvec=on_columns,
+            rmatvec=on_columns,
+            matmat=on_columns,
+            rmatmat=on_columns,
+            dtype=str(dtype).removeprefix("torch."),
+        )
+
+    # -- helpers -----------------------------------------------------------------------------------------
+
+    def _on_dict(
+        self, function: Callable[[Block, Tensor], Tensor], tensors: Mapping[str, Tensor]
+    ) -> dict[str, Tensor]:
+        self._require_names(tensors)
+        products: dict[str, Tensor] = {}
+        for block in self.values():
+            names = list(block.shape.parameters)
+            matrix = block.to_matrix(*(tensors[name] for name in names))
+            parts = block.from_matrix(function(block, matrix))
+            products.update(zip(names, parts, strict=True))
+        return products
+
+    def _require_names(self, tensors: Mapping[str, Tensor]) -> None:
+        shapes = self.parameters
+        missing = [name for name in shapes if name not in tensors]
+        unknown = [name for name in tensors if name not in shapes]
+        if missing or unknown:
+            problems = [f"missing: {', '.join(missing)}"] if missing else []
+            problems += [f"of no block: {', '.join(unknown)}"] if unknown else []
+            raise ValueError(
+                f"Expected one tensor for each parameter of the blocks ({'; '.join(problems)}). "
+                "BlockDiagonal.parameters has their names and shapes."
+            )
+        for name, shape in shapes.items():
+            found = tuple(tensors[name].shape)
+            if found[len(found) - len(shape) :] != shape or len(found) < len(shape):
+                raise ValueError(
+                    f"{name} has shape {list(found)}. Expected [..., {', '.join(map(str, shape))}]."
+                )
+
+    def _damping_of(self, block: Block, damping: Damping) -> float:
+        if not isinstance(damping, Mapping):
+            return damping
+        if block.name not in damping:
+            raise ValueError(f"The damping of layer {block.name!r} is missing; it names {list(damping)}.")
+        return damping[block.name]

@@ -1,0 +1,381 @@
+"""Fisher blocks as objects: positive semi-definite matrices over the parameters of one layer.
+
+    KroneckerBlock   Q diag(S) Q^T with Q = Q_in (x) Q_out     what the four methods approximate F by
+    DenseBlock       F itself
+    GramBlock        F = J^T J / M, known by its rows J        F itself, where rows are fewer than parameters
+
+They act on gradient matrices [d_out, d_in], weight.reshape(d_out, -1) with the bias as last column, and
+`to_dense` is over the row-major vec of that matrix. A convolution with groups has its groups one below the
+other, as its weight has; its block is then block-diagonal itself. Every function of a block,
+inverse and square root included, is a function of its eigenvalues, so that a kind of block says two things:
+its eigenvalues, and how a function of them is applied.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+from numbers import Real
+
+import torch
+from torch import Tensor
+
+from tekfac.eigenbasis import Eigenbasis, symmetric_eigen
+from tekfac.factors import KroneckerFactors
+from tekfac.layers import LayerShape
+from tekfac.precondition import precondition
+from tekfac.rescaling import product_of_eigenvalues
+
+DENSE_LIMIT = 8192
+"""Rows up to which a block is formed as a matrix without being asked twice: half a GB in float64."""
+
+SpectralFunction = Callable[[Tensor], Tensor]
+
+
+@dataclass(frozen=True, eq=False)
+class Block(ABC):
+    """What all blocks can do. Matrices are [..., d_out, d_in] with any leading axes.
+
+    Attributes:
+        shape: name and sizes of the layer.
+    """
+
+    shape: LayerShape
+
+    # -- what a kind of block says -----------------------------------------------------------------------
+
+    @property
+    @abstractmethod
+    def _spectrum(self) -> Tensor:
+        """The eigenvalues that are not 0 by construction, in the layout of the kind."""
+
+    @abstractmethod
+    def _apply(self, function: SpectralFunction, matrices: Tensor) -> Tensor:
+        """function(F) applied to [..., G, d_out, d_in]."""
+
+    # -- numbers -----------------------------------------------------------------------------------------
+
+    @property
+    def name(self) -> str:
+        """Of the layer."""
+        return self.shape.name
+
+    @property
+    def size(self) -> int:
+        """Rows of the matrix: the number of parameters."""
+        return self.shape.size
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of everything computed here."""
+        return self._spectrum.dtype
+
+    @property
+    def device(self) -> torch.device:
+        """Where it is computed."""
+        return self._spectrum.device
+
+    def trace(self) -> float:
+        """Sum of the eigenvalues."""
+        return float(self._spectrum.sum())
+
+    def frobenius_norm(self) -> float:
+        """Root of the sum of squared eigenvalues."""
+        return float(self._spectrum.norm())
+
+    def eigenvalues(self) -> Tensor:
+        """All eigenvalues, ascending, [size]."""
+        values = self._spectrum.flatten()
+        return torch.cat([values.new_zeros(self.size - len(values)), values]).sort().values
+
+    def logdet(self, damping: float = 0.0) -> float:
+        """log det(F + damping I); -inf for a singular matrix."""
+        damping = _checked_damping(damping)
+        values = self._spectrum.flatten()
+        zeros = self.size - len(values)
+        of_zeros = zeros * (math.log(damping) if damping else -math.inf) if zeros else 0.0
+        return float((values + damping).log().sum()) + of_zeros
+
+    # -- products ----------------------------------------------------------------------------------------
+
+    def matvec(self, matrix: Tensor) -> Tensor:
+        """F vec(X), as a matrix, [..., d_out, d_in]."""
+        return self._of(lambda values: values, matrix)
+
+    def solve(self, matrix: Tensor, damping: float = 0.0) -> Tensor:
+        """(F + damping I)^-1 vec(X), as a matrix, [..., d_out, d_in].
+
+        Raises:
+            ValueError: for damping 0 and a matrix that is singular in its precision.
+        """
+        damping = self._invertible_with(damping)
+        return self._of(lambda values: 1 / (values + damping), matrix)
+
+    def sqrt_matvec(self, matrix: Tensor, damping: float = 0.0) -> Tensor:
+        """(F + damping I)^(1/2) vec(Z): from white noise Z to noise of covariance F, [..., d_out, d_in]."""
+        damping = _checked_damping(damping)
+        return self._of(lambda values: (values + damping).sqrt(), matrix)
+
+    def inv_sqrt_matvec(self, matrix: Tensor, damping: float = 0.0) -> Tensor:
+        """(F + damping I)^(-1/2) vec(Z): to noise of covariance (F + damping I)^-1, [..., d_out, d_in].
+
+        Raises:
+            ValueError: for damping 0 and a matrix that is singular in its precision.
+        """
+        damping = self._invertible_with(damping)
+        return self._of(lambda values: (values + damping).rsqrt(), matrix)
+
+    def to_dense(self, limit: int = DENSE_LIMIT) -> Tensor:
+        """The matrix itself, [size, size], over the row-major vec of [d_out, d_in].
+
+        Raises:
+            ValueError: for more than `limit` rows.
+        """
+        self._require_small(limit)
+        identity = torch.eye(self.size, dtype=self.dtype, device=self.device)
+        return self.matvec(identity.reshape(self.size, *self.matrix_shape)).reshape(self.size, self.size)
+
+    # -- parameters --------------------------------------------------------------------------------------
+
+    def to_matrix(self, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        """Tensors [..., *shape] of the layer's weight and bias as a matrix, [..., d_out, d_in]."""
+        return self.shape.to_matrix(weight, bias).flatten(-3, -2)
+
+    def from_matrix(self, matrix: Tensor) -> tuple[Tensor, ...]:
+        """A matrix [..., d_out, d_in] as tensors of the weight and, if there is one, the bias."""
+        return self.shape.from_matrix(self._split(matrix))
+
+    @property
+    def matrix_shape(self) -> tuple[int, int]:
+        """Of the gradient matrix: outputs (of all groups), inputs and bias."""
+        return self.shape.weight[0], self.shape.d_in
+
+    def _split(self, matrix: Tensor) -> Tensor:
+        """[..., G * d_out, d_in] as [..., G, d_out, d_in]."""
+        if tuple(matrix.shape[-2:]) != self.matrix_shape:
+            bias = "the bias as last column" if self.shape.has_bias else "no bias"
+            raise ValueError(
+                f"The block of layer {self.name!r} got a matrix of shape {list(matrix.shape)}. Expected "
+                f"[..., {self.matrix_shape[0]}, {self.matrix_shape[1]}]: outputs, inputs, {bias}. "
+                "to_matrix(weight, bias) makes one."
+            )
+        return matrix.reshape(*matrix.shape[:-2], self.shape.groups, self.shape.d_out, self.shape.d_in)
+
+    def _of(self, function: SpectralFunction, matrix: Tensor) -> Tensor:
+        matrices = self._split(matrix).to(device=self.device, dtype=self.dtype)
+        return self._apply(function, matrices).flatten(-3, -2)
+
+    def _invertible_with(self, damping: float) -> float:
+        damping = _checked_damping(damping)
+        if damping == 0:
+            values = self._spectrum
+            smallest = 0.0 if values.numel() < self.size else float(values.min())
+            if smallest <= torch.finfo(self.dtype).eps * float(values.max()):
+                raise ValueError(
+                    f"The block of layer {self.name!r} is singular: its eigenvalues go from {smallest:.3g} to "
+                    f"{float(values.max()):.3g}. Give a damping > 0; trace() / size, here "
+                    f"{self.trace() / self.size:.3g}, is the mean eigenvalue."
+                )
+        return damping
+
+    def _require_small(self, limit: int) -> None:
+        if self.size > limit:
+            gigabytes = self.size**2 * self.dtype.itemsize / 2**30
+            raise ValueError(
+                f"The block of layer {self.name!r} has {self.size} rows; as a matrix it takes "
+                f"{gigabytes:.1f} GiB. matvec, solve, eigenvalues, logdet and the norms never form it; to form "
+                f"it anyway, to_dense(limit={self.size})."
+            )
+
+
+@dataclass(frozen=True, eq=False)
+class KroneckerBlock(Block):
+    """Q diag(S) Q^T, Q = Q_in (x) Q_out: the approximation that a method makes.
+
+    Attributes:
+        basis: Q_in and Q_out, with the factors' eigenvalues and scale.
+        theta: S where it was measured in the basis, [G, d_out, d_in]; None where it is the product of the
+            factors' eigenvalues.
+    """
+
+    basis: Eigenbasis
+    theta: Tensor | None = None
+
+    @cached_property
+    def rescaling(self) -> Tensor:
+        """S, [G, d_out, d_in]."""
+        return product_of_eigenvalues(self.basis) if self.theta is None else self.theta
+
+    @property
+    def factors(self) -> KroneckerFactors:
+        """The two factors, put together again from their eigenvectors and eigenvalues."""
+        basis = self.basis
+        return KroneckerFactors(
+            (basis.vectors_in * basis.values_in[:, None, :]) @ basis.vectors_in.mT,
+            (basis.vectors_out * basis.values_out[:, None, :]) @ basis.vectors_out.mT,
+            basis.scale,
+        )
+
+    @property
+    def _spectrum(self) -> Tensor:
+        return self.rescaling
+
+    def solve(self, matrix: Tensor, damping: float = 0.0) -> Tensor:
+        """(F + damping I)^-1 vec(X), as a matrix, [..., d_out, d_in]; what an optimizer's step computes.
+
+        Raises:
+            ValueError: for damping 0 and a matrix that is singular in its precision.
+        """
+        damping = self._invertible_with(damping)
+        matrices = self._split(matrix).to(device=self.device, dtype=self.dtype)
+        return precondition(matrices, self.basis, self.rescaling + damping).flatten(-3, -2)
+
+    def _apply(self, function: SpectralFunction, matrices: Tensor) -> Tensor:
+        return self.basis.unproject(function(self.rescaling) * self.basis.project(matrices))
+
+
+@dataclass(frozen=True, eq=False)
+class DenseBlock(Block):
+    """A block as a matrix.
+
+    Attributes:
+        matrices: [G, d_out * d_in, d_out * d_in], over the row-major vec of each group's matrix.
+    """
+
+    matrices: Tensor
+
+    def trace(self) -> float:
+        """Sum of the diagonal."""
+        return float(self.matrices.diagonal(dim1=1, dim2=2).sum())
+
+    def frobenius_norm(self) -> float:
+        """Of the matrix itself."""
+        return float(self.matrices.norm())
+
+    def matvec(self, matrix: Tensor) -> Tensor:
+        """F vec(X), as a matrix, [..., d_out, d_in]."""
+        matrices = self._split(matrix).to(device=self.device, dtype=self.dtype)
+        products = torch.einsum("gij,...gj->...gi", self.matrices, matrices.flatten(-2))
+        return products.reshape(matrix.shape)
+
+    def to_dense(self, limit: int = DENSE_LIMIT) -> Tensor:
+        """The matrix itself, [size, size]."""
+        self._require_small(limit)
+        dense: Tensor = torch.block_diag(*self.matrices)  # type: ignore[no-untyped-call]
+        return dense
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the matrix."""
+        return self.matrices.dtype
+
+    @property
+    def device(self) -> torch.device:
+        """Of the matrix."""
+        return self.matrices.device
+
+    def solve(self, matrix: Tensor, damping: float = 0.0) -> Tensor:
+        """(F + damping I)^-1 vec(X), as a matrix, [..., d_out, d_in].
+
+        Raises:
+            ValueError: for damping 0 and a matrix that is singular in its precision.
+        """
+        damping = self._invertible_with(damping)
+        matrices = self._split(matrix).to(device=self.device, dtype=self.dtype)
+        columns = matrices.flatten(-2).reshape(-1, *self.matrices.shape[:2]).permute(1, 2, 0)  # [G, D, K]
+        identity = torch.eye(self.matrices.shape[-1], dtype=self.dtype, device=self.device)
+        solution: Tensor = torch.linalg.solve(self.matrices + damping * identity, columns)
+        return solution.permute(2, 0, 1).reshape(matrix.shape)
+
+    @cached_property
+    def _eigen(self) -> tuple[Tensor, Tensor]:
+        return symmetric_eigen(self.matrices)
+
+    @cached_property
+    def _spectrum(self) -> Tensor:
+        values: Tensor = torch.linalg.eigvalsh(0.5 * (self.matrices + self.matrices.mT))
+        return values.clamp_min(0)
+
+    def _apply(self, function: SpectralFunction, matrices: Tensor) -> Tensor:
+        values, vectors = self._eigen
+        coordinates = torch.einsum("gij,...gi->...gj", vectors, matrices.flatten(-2))
+        turned = torch.einsum("gij,...gj->...gi", vectors, function(values) * coordinates)
+        return turned.reshape(matrices.shape)
+
+
+@dataclass(frozen=True, eq=False)
+class GramBlock(Block):
+    """F = J^T J / M by its rows: exact, and never formed.
+
+    The eigenvalues that are not 0 are those of the Gram matrix J J^T / M, and its eigenvectors W give those of
+    F as J^T W, up to their lengths.
+
+    Attributes:
+        rows: J, the gradients of all samples and columns, [G, R, d_out * d_in].
+        num_terms: M.
+    """
+
+    rows: Tensor
+    num_terms: int
+
+    def trace(self) -> float:
+        """Mean squared length of the rows."""
+        return float(self.rows.double().square().sum()) / self.num_terms
+
+    def frobenius_norm(self) -> float:
+        """Of the Gram matrix, which is F's."""
+        return float(self.gram.norm())
+
+    def matvec(self, matrix: Tensor) -> Tensor:
+        """J^T (J vec(X)) / M, as a matrix, [..., d_out, d_in]."""
+        matrices = self._split(matrix).to(device=self.device, dtype=self.dtype)
+        along_rows = torch.einsum("grd,...gd->...gr", self.rows, matrices.flatten(-2))
+        products = torch.einsum("grd,...gr->...gd", self.rows, along_rows) / self.num_terms
+        return products.reshape(matrix.shape)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the rows."""
+        return self.rows.dtype
+
+    @property
+    def device(self) -> torch.device:
+        """Of the rows."""
+        return self.rows.device
+
+    @cached_property
+    def gram(self) -> Tensor:
+        """J J^T / M, [G, R, R]."""
+        return self.rows @ self.rows.mT / self.num_terms
+
+    @cached_property
+    def _eigen(self) -> tuple[Tensor, Tensor]:
+        """At most d_out * d_in eigenvalues of each group, [G, r], and eigenvectors of F, [G, d, r]."""
+        values, vectors = symmetric_eigen(self.gram)
+        rank = min(self.rows.shape[1:])
+        values, vectors = values[:, -rank:], vectors[:, :, -rank:]
+        significant = values > self.rows.shape[1] * torch.finfo(self.dtype).eps * values[:, -1:]
+        values = torch.where(significant, values, 0.0)
+        lengths = torch.where(significant, values * self.num_terms, torch.inf).sqrt()
+        return values, self.rows.mT @ vectors / lengths[:, None, :]
+
+    @property
+    def _spectrum(self) -> Tensor:
+        return self._eigen[0]
+
+    def _apply(self, function: SpectralFunction, matrices: Tensor) -> Tensor:
+        values, vectors = self._eigen
+        at_zero = function(values.new_zeros(()))
+        flat = matrices.flatten(-2)
+        coordinates = torch.einsum("gdr,...gd->...gr", vectors, flat)
+        beyond = torch.einsum("gdr,...gr->...gd", vectors, (function(values) - at_zero) * coordinates)
+        return (at_zero * flat + beyond).reshape(matrices.shape)
+
+
+def _checked_damping(damping: float) -> float:
+    if not isinstance(damping, Real) or isinstance(damping, bool) or not 0 <= float(damping) < math.inf:
+        raise ValueError(f"Invalid damping: {damping!r}. Expected a number that is not negative.")
+    return float(damping)

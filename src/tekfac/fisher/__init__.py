@@ -1,0 +1,24 @@
+"""The Fisher information matrix as an object: estimate, compare, save and use its blocks."""
+
+from tekfac.block_diagonal import BlockDiagonal
+from tekfac.blocks import Block, DenseBlock, GramBlock, KroneckerBlock
+from tekfac.fisher.compare import compare
+from tekfac.fisher.comparison import Comparison
+from tekfac.fisher.estimate import estimate, exact_blocks
+from tekfac.fisher.options import Options
+from tekfac.fisher.storage import load, save
+
+__all__ = [
+    "Block",
+    "BlockDiagonal",
+    "Comparison",
+    "DenseBlock",
+    "GramBlock",
+    "KroneckerBlock",
+    "Options",
+    "compare",
+    "estimate",
+    "exact_blocks",
+    "load",
+    "save",
+]

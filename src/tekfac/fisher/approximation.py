@@ -1,0 +1,68 @@
+"""A method with a way to treat shared weights: what a Fisher block is approximated by."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+
+import torch
+
+from tekfac import methods
+from tekfac.eigenbasis import DecompositionError, Eigenbasis, decompose, standard_basis
+from tekfac.factors import Moments
+
+logger = logging.getLogger("tekfac")
+
+
+@dataclass(frozen=True)
+class Approximation:
+    """One way to approximate a block.
+
+    Attributes:
+        method: the row of the table of methods.
+        sharing: how positions that share weights are treated in the factors.
+    """
+
+    method: methods.Method
+    sharing: str
+
+    @classmethod
+    def named(cls, name: str, sharing: str | None = None) -> Approximation:
+        """From a name like "tekfac", or "kfac:reduce" for another sharing than the method's own.
+
+        Raises:
+            ValueError: for a method or a sharing that does not exist.
+        """
+        method_name, _, named_sharing = str(name).partition(":")
+        method = methods.named(method_name)
+        sharing = sharing or named_sharing or methods.default_settings(method)["sharing"]
+        if sharing not in method.factors.sharings:
+            known = ", ".join(method.factors.sharings)
+            raise ValueError(f"Unknown sharing: {sharing!r}. Expected one of {known} for {method.name}.")
+        return cls(method, sharing)
+
+    @property
+    def label(self) -> str:
+        """For tables: the method, and the sharing where it is not the method's own."""
+        own = methods.default_settings(self.method)["sharing"]
+        return self.method.name if self.sharing == own else f"{self.method.name} ({self.sharing})"
+
+    @property
+    def factor_choice(self) -> tuple[str, str]:
+        """What the eigenbasis depends on: the kind of factors and the sharing."""
+        return self.method.factors.name, self.sharing
+
+    @property
+    def corrected(self) -> bool:
+        """Whether the diagonal is measured in the basis."""
+        return self.method.rescaling.measured
+
+    def basis(self, layer: str, moments: Moments, dtype: torch.dtype) -> Eigenbasis:
+        """The eigenbasis of the factors that the moments stand for, decomposed in float64."""
+        factors = self.method.factors.read(moments)
+        try:
+            basis = decompose(factors)
+        except DecompositionError as error:
+            logger.warning("Layer %r is approximated in the basis of its parameters: %s", layer, error)
+            basis = standard_basis(factors)
+        return Eigenbasis(*(part.to(dtype) for part in basis))

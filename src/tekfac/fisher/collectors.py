@@ -1,0 +1,197 @@
+"""What is summed up over a data set for one layer. The sums are kept in float64, whatever the layer has."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from tekfac.eigenbasis import Eigenbasis
+from tekfac.factors import FactorRule, Moments, MomentSums
+from tekfac.rescaling import sum_of_squares
+from tekfac.rows import LayerBatch, samples_within
+
+
+class FactorSums:
+    """The sums that Kronecker factors are made of."""
+
+    def __init__(self, rule: FactorRule, sharing: str, memory_budget: int) -> None:
+        self._rule = rule
+        self._sharing = sharing
+        self._memory_budget = memory_budget
+        self._total: MomentSums | None = None
+
+    def add(self, batches: Sequence[LayerBatch]) -> None:
+        """Take in one batch of the data."""
+        sums = self._rule.sums(batches, self._sharing, self._memory_budget)
+        doubled = MomentSums(*(None if part is None else part.double() for part in sums))  # type: ignore[arg-type]
+        self._total = doubled if self._total is None else self._total.plus(doubled)
+
+    def moments(self, num_terms: int) -> Moments:
+        """The moments of the whole data set."""
+        assert self._total is not None, "nothing was added"
+        return self._rule.moments(self._total, num_terms)
+
+    def state(self) -> dict[str, Tensor]:
+        """The sums."""
+        if self._total is None:
+            return {}
+        return {name: part for name, part in self._total._asdict().items() if part is not None}
+
+    def load(self, state: Mapping[str, Tensor]) -> None:
+        """Go on from there."""
+        self._total = MomentSums(state["input"].clone(), state["output"].clone(), state.get("input_count"))
+
+
+class SquareSums:
+    """The sum of squared gradients in a basis, which Theta is the mean of.
+
+    Attributes:
+        basis: the basis it is taken in.
+    """
+
+    def __init__(self, basis: Eigenbasis, memory_budget: int) -> None:
+        self.basis = basis
+        self._memory_budget = memory_budget
+        self._total: Tensor | None = None
+
+    def add(self, batches: Sequence[LayerBatch]) -> None:
+        """Take in one batch of the data."""
+        total = sum_of_squares(batches, self.basis, self._memory_budget).double()
+        self._total = total if self._total is None else self._total.add_(total)
+
+    def theta(self, num_terms: int) -> Tensor:
+        """Theta of the whole data set, [G, d_out, d_in]."""
+        assert self._total is not None, "nothing was added"
+        return self._total / num_terms
+
+    def state(self) -> dict[str, Tensor]:
+        """The sum, and the basis it is taken in."""
+        if self._total is None:
+            return {}
+        return {"total": self._total, **self.basis._asdict()}
+
+    def load(self, state: Mapping[str, Tensor]) -> None:
+        """Go on from there, in the basis that was used there."""
+        basis = dict(state)
+        self._total = basis.pop("total").clone()
+        self.basis = Eigenbasis(**basis)
+
+
+class DenseSum:
+    """The exact block as a matrix."""
+
+    def __init__(self, memory_budget: int) -> None:
+        self._memory_budget = memory_budget
+        self._total: Tensor | None = None
+
+    def add(self, batches: Sequence[LayerBatch]) -> None:
+        """Take in one batch of the data."""
+        for rows in gradient_rows(batches, self._memory_budget):
+            if self._total is None:
+                size = rows.shape[-1]
+                self._total = torch.zeros(len(rows), size, size, dtype=torch.float64, device=rows.device)
+            self._total += rows.mT @ rows
+
+    def matrices(self, num_terms: int) -> Tensor:
+        """F, [G, d_out * d_in, d_out * d_in]."""
+        assert self._total is not None, "nothing was added"
+        return self._total / num_terms
+
+    def state(self) -> dict[str, Tensor]:
+        """The sum."""
+        return {} if self._total is None else {"total": self._total}
+
+    def load(self, state: Mapping[str, Tensor]) -> None:
+        """Go on from there."""
+        self._total = state["total"].clone()
+
+
+class RowList:
+    """All gradients of all samples and columns: the rows J with F = J^T J / M."""
+
+    def __init__(self, memory_budget: int) -> None:
+        self._memory_budget = memory_budget
+        self._parts: list[Tensor] = []
+
+    def add(self, batches: Sequence[LayerBatch]) -> None:
+        """Take in one batch of the data."""
+        self._parts += gradient_rows(batches, self._memory_budget)
+
+    def rows(self) -> Tensor:
+        """J, [G, R, d_out * d_in]; the list is used up."""
+        rows, self._parts = torch.cat(self._parts, dim=1), []
+        return rows
+
+    def state(self) -> dict[str, Tensor]:
+        """The rows."""
+        return {"rows": torch.cat(self._parts, dim=1)} if self._parts else {}
+
+    def load(self, state: Mapping[str, Tensor]) -> None:
+        """Go on from there."""
+        self._parts = [state["rows"]]
+
+
+class ProbeProducts:
+    """F v for some fixed vectors v, without F.
+
+    Attributes:
+        probes: the vectors, [G, P, d_out * d_in].
+    """
+
+    def __init__(self, probes: Tensor, memory_budget: int) -> None:
+        self.probes = probes
+        self._memory_budget = memory_budget
+        self._total = torch.zeros_like(probes, dtype=torch.float64)
+
+    def add(self, batches: Sequence[LayerBatch]) -> None:
+        """Take in one batch of the data."""
+        for rows in gradient_rows(batches, self._memory_budget):
+            along = rows @ self.probes.mT  # [G, R, P]
+            self._total += along.mT @ rows
+
+    def products(self, num_terms: int) -> Tensor:
+        """F v for every probe, [G, P, d_out * d_in]."""
+        return self._total / num_terms
+
+    def state(self) -> dict[str, Tensor]:
+        """The sum, and the probes it is for."""
+        return {"total": self._total, "probes": self.probes}
+
+    def load(self, state: Mapping[str, Tensor]) -> None:
+        """Go on from there."""
+        self._total, self.probes = state["total"].clone(), state["probes"]
+
+
+class RowCount:
+    """How many rows J would have.
+
+    Attributes:
+        count: samples times columns.
+    """
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def add(self, batches: Sequence[LayerBatch]) -> None:
+        """Take in one batch of the data."""
+        self.count += sum(batch.shape.samples * batch.shape.columns for batch in batches)
+
+    def state(self) -> dict[str, Tensor]:
+        """The count."""
+        return {"count": torch.tensor(self.count)}
+
+    def load(self, state: Mapping[str, Tensor]) -> None:
+        """Go on from there."""
+        self.count = int(state["count"])
+
+
+def gradient_rows(batches: Sequence[LayerBatch], memory_budget: int) -> Iterator[Tensor]:
+    """Gradients of every sample and column as rows [G, R, d_out * d_in], a few samples at a time."""
+    for batch in batches:
+        columns, groups, _, positions, d_in, d_out = batch.shape
+        numbers = groups * (positions * (d_in + columns * d_out) + 2 * columns * d_in * d_out)
+        for rows in batch.chunks(samples_within(memory_budget, numbers)):
+            gradients = rows.per_sample_gradients()  # [K, G, N, d_out, d_in]
+            yield gradients.transpose(0, 1).reshape(groups, -1, d_out * d_in)

@@ -1,0 +1,116 @@
+"""Fisher blocks of a model on a data set: a method's approximation, or the exact ones."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, Unpack
+
+from torch import nn
+
+from tekfac.block_diagonal import BlockDiagonal
+from tekfac.blocks import DENSE_LIMIT, DenseBlock, KroneckerBlock
+from tekfac.fisher.approximation import Approximation
+from tekfac.fisher.collectors import DenseSum, FactorSums, SquareSums
+from tekfac.fisher.metadata import metadata_of
+from tekfac.fisher.options import Keywords, resolve
+from tekfac.fisher.resume import Resume
+from tekfac.fisher.survey import Survey
+
+logger = logging.getLogger("tekfac")
+
+
+def estimate(
+    model: nn.Module,
+    loader: Iterable[Any],
+    *,
+    method: str = "tekfac",
+    sharing: str | None = None,
+    checkpoint: str | Path | None = None,
+    checkpoint_seconds: float = 60.0,
+    **keywords: Unpack[Keywords],
+) -> BlockDiagonal[KroneckerBlock]:
+    """A method's approximation of the Fisher block of every layer, over a whole data set.
+
+    One pass over the data; two for the corrected methods, which measure their diagonal in the basis that
+    the first pass gives. Memory does not grow with the data. The model is evaluated in eval mode.
+
+    Args:
+        model: the network.
+        loader: batches of (inputs, targets), of inputs alone, or dicts of the model's keywords; it is read
+            once or twice and has to give the same data each time.
+        method: "kfac", "ekfac", "tkfac" or "tekfac".
+        sharing: of weights over positions: "exact", "expand" or "reduce"; None: the method's own.
+        checkpoint: a file that what was summed up so far is written to, and taken up from.
+        checkpoint_seconds: between two writings.
+        **keywords: see `tekfac.fisher.Options`.
+
+    Returns:
+        The blocks by layer name. In a parameter's units they are those of one loss term: F is a mean.
+    """
+    options = resolve("estimate", keywords)
+    approximation = Approximation.named(method, sharing)
+    what = {"method": approximation.method.name, "sharing": approximation.sharing}
+    metadata = {**what, **metadata_of(model, options)}
+    survey = Survey(model, loader, options)
+    if checkpoint is not None:
+        sizes = {
+            name: list(shape) for n in survey.layers.values() for name, shape in n.shape.parameters.items()
+        }
+        survey.resume = Resume(checkpoint, {**metadata, "parameters": sizes}, checkpoint_seconds)
+    rule, budget = approximation.method.factors, options.memory_budget
+    sums = {name: [FactorSums(rule, approximation.sharing, budget)] for name in survey.layers}
+    seen = {name: survey.layers[name] for name in survey.run("factors", sums)}
+    terms = survey.count.terms
+    bases = {
+        name: approximation.basis(name, sums[name][0].moments(terms), layer.dtype)
+        for name, layer in seen.items()
+    }
+    if approximation.corrected:
+        squares = {name: [SquareSums(bases[name], budget)] for name in seen}
+        survey.run("second moments", squares)
+        blocks = [
+            KroneckerBlock(layer.shape, own.basis, own.theta(terms).to(layer.dtype))
+            for layer, (own,) in zip(seen.values(), squares.values(), strict=True)
+        ]
+    else:
+        blocks = [KroneckerBlock(layer.shape, bases[name]) for name, layer in seen.items()]
+    return BlockDiagonal(blocks, {**metadata, "samples": survey.count.samples, "terms": terms})
+
+
+def exact_blocks(
+    model: nn.Module, loader: Iterable[Any], *, limit: int = DENSE_LIMIT, **keywords: Unpack[Keywords]
+) -> BlockDiagonal[DenseBlock]:
+    """The Fisher blocks themselves, as matrices, in one pass over the data.
+
+    Args:
+        model: the network.
+        loader: as for `estimate`.
+        limit: rows up to which a block is formed. Larger ones are left out, and named in the log.
+        **keywords: see `tekfac.fisher.Options`.
+
+    Raises:
+        ValueError: if a layer that was asked for by name is too large, or all layers are.
+    """
+    options = resolve("exact_blocks", keywords)
+    survey = Survey(model, loader, options)
+    too_large = {n: layer.shape.size for n, layer in survey.layers.items() if layer.shape.size > limit}
+    if too_large and (options.layers is not None or len(too_large) == len(survey.layers)):
+        sizes = ", ".join(f"{name!r} has {size} rows" for name, size in too_large.items())
+        raise ValueError(
+            f"Too large to be formed: {sizes}, the limit is {limit}. fisher.compare measures errors without "
+            "forming the block; fisher.estimate gives an approximation; or raise limit=..."
+        )
+    if too_large:
+        sizes = ", ".join(f"{name!r} ({size} rows)" for name, size in too_large.items())
+        logger.warning("No exact block of %s: the limit is %d rows.", sizes, limit)
+    sums = {name: [DenseSum(options.memory_budget)] for name in survey.layers if name not in too_large}
+    seen = survey.run("exact blocks", sums)
+    terms = survey.count.terms
+    blocks = [
+        DenseBlock(survey.layers[name].shape, sums[name][0].matrices(terms).to(survey.layers[name].dtype))
+        for name in seen
+    ]
+    metadata = {"method": "exact", **metadata_of(model, options)}
+    return BlockDiagonal(blocks, {**metadata, "samples": survey.count.samples, "terms": terms})

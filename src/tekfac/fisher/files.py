@@ -1,0 +1,47 @@
+"""Tensors with plain metadata in a safetensors file, written whole or not at all."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from tekfac.extras import require
+
+KEY = "tekfac"
+
+
+def write(path: str | Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, Any]) -> None:
+    """Write to a neighbouring file first, then put it in place."""
+    safetensors = require("safetensors.torch", "Saving Fisher blocks")
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = path.with_name(f"{path.name}.unfinished")
+    own = {name: tensor.detach().cpu().clone().contiguous() for name, tensor in tensors.items()}
+    safetensors.save_file(own, unfinished, metadata={KEY: json.dumps(metadata)})
+    unfinished.replace(path)
+
+
+def read(path: str | Path, kind: str) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """The tensors and the metadata of a file that holds the given kind of thing.
+
+    Raises:
+        FileNotFoundError: if there is no such file.
+        ValueError: for a file that was not written here, or that holds something else.
+    """
+    safetensors = require("safetensors", "Loading Fisher blocks")
+    if not Path(path).is_file():
+        raise FileNotFoundError(f"There is no file {str(path)!r}.")
+    try:
+        with safetensors.safe_open(path, framework="pt") as file:
+            metadata = json.loads((file.metadata() or {}).get(KEY, "{}"))
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    except safetensors.SafetensorError as error:
+        raise ValueError(f"{str(path)!r} is not a safetensors file: {error}") from error
+    if metadata.get("kind") != kind:
+        found = metadata.get("kind", "something that tekfac did not write")
+        raise ValueError(f"{str(path)!r} holds {found}. Expected {kind}.")
+    return tensors, metadata

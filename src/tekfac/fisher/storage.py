@@ -1,0 +1,81 @@
+"""Fisher blocks in a safetensors file, and back."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from tekfac.block_diagonal import BlockDiagonal
+from tekfac.blocks import Block, DenseBlock, GramBlock, KroneckerBlock
+from tekfac.eigenbasis import Eigenbasis
+from tekfac.fisher import files
+from tekfac.layers import LayerShape
+
+KIND = "Fisher blocks"
+VERSION = 1
+SEPARATOR = "::"
+
+
+def save(blocks: BlockDiagonal[Block], path: str | Path) -> None:
+    """Write blocks and their metadata to a safetensors file."""
+    tensors: dict[str, Tensor] = {}
+    layers = []
+    for name, block in blocks.items():
+        parts, plain = _to_parts(block)
+        tensors |= {f"{name}{SEPARATOR}{key}": tensor for key, tensor in parts.items()}
+        layers.append({"shape": asdict(block.shape), "kind": type(block).__name__, **plain})
+    metadata = {"kind": KIND, "version": VERSION, "layers": layers, "metadata": dict(blocks.metadata)}
+    files.write(path, tensors, metadata)
+
+
+def load(path: str | Path) -> BlockDiagonal[Block]:
+    """The blocks that `save` wrote.
+
+    Raises:
+        FileNotFoundError: if there is no such file.
+        ValueError: for a file of something else, or of a later version.
+    """
+    tensors, metadata = files.read(path, KIND)
+    if metadata["version"] > VERSION:
+        raise ValueError(
+            f"{str(path)!r} has version {metadata['version']} of the format; this tekfac reads up to "
+            f"{VERSION}. Update tekfac."
+        )
+    blocks = []
+    for layer in metadata["layers"]:
+        shape = LayerShape(**{**layer["shape"], "weight": tuple(layer["shape"]["weight"])})
+        prefix = f"{shape.name}{SEPARATOR}"
+        parts = {key.removeprefix(prefix): t for key, t in tensors.items() if key.startswith(prefix)}
+        blocks.append(_from_parts(shape, layer, parts))
+    return BlockDiagonal(blocks, metadata["metadata"])
+
+
+def _to_parts(block: Block) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """The tensors of a block, and its numbers."""
+    match block:
+        case KroneckerBlock():
+            theta = {} if block.theta is None else {"theta": block.theta}
+            return {**block.basis._asdict(), **theta}, {}
+        case DenseBlock():
+            return {"matrices": block.matrices}, {}
+        case GramBlock():
+            return {"rows": block.rows}, {"num_terms": block.num_terms}
+        case _:
+            raise TypeError(f"Blocks of type {type(block).__name__} cannot be saved.")
+
+
+def _from_parts(shape: LayerShape, layer: Mapping[str, Any], parts: dict[str, Tensor]) -> Block:
+    match layer["kind"]:
+        case "KroneckerBlock":
+            theta = parts.pop("theta", None)
+            return KroneckerBlock(shape, Eigenbasis(**parts), theta)
+        case "DenseBlock":
+            return DenseBlock(shape, parts["matrices"])
+        case "GramBlock":
+            return GramBlock(shape, parts["rows"], layer["num_terms"])
+        case kind:
+            raise ValueError(f"Unknown kind of block: {kind!r}. Update tekfac.")

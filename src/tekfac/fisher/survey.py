@@ -1,0 +1,308 @@
+"""A survey sends a data set through a model and hands what each layer saw to collectors.
+
+The hooks are those of the optimizers (capture.py). The model is put into eval mode, so that samples do not
+depend on one another and nothing of it changes; afterwards it is as it was before.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from tekfac.capture import Capture
+from tekfac.extras import require
+from tekfac.fisher.options import Options
+from tekfac.fisher.resume import Count, HasState, Resume
+from tekfac.groups import take_inventory
+from tekfac.layers import SUPPORTED, Layer
+from tekfac.likelihoods import as_likelihood
+from tekfac.outputs import find_outputs
+from tekfac.rows import LayerBatch
+
+logger = logging.getLogger("tekfac")
+
+
+class Collector(HasState, Protocol):
+    """Something that is summed up over a data set, for one layer."""
+
+    def add(self, batches: Sequence[LayerBatch]) -> None:
+        """Take in what the layer saw in one batch of the data."""
+        ...
+
+
+class Survey:
+    """A model, a data set, and the layers to look at.
+
+    Attributes:
+        layers: the layers with a block, by name.
+        gradients: the gradient of the mean loss of a pass that was asked for it, by layer name, as matrices
+            [G, d_out, d_in].
+        count: of the last pass.
+        resume: where passes are written to and taken up from, if anywhere.
+    """
+
+    def __init__(self, model: nn.Module, loader: Iterable[Any], options: Options) -> None:
+        if not isinstance(model, nn.Module):
+            raise TypeError(f"Expected a model (nn.Module), got {type(model).__name__}.")
+        self._model = model
+        self._loader = loader
+        self._options = options
+        self.resume: Resume | None = None
+        self._likelihood = as_likelihood(options.likelihood)
+        self._passes = 0
+        self.layers = _chosen_layers(model, options.layers)
+        self.gradients: dict[str, Tensor] = {}
+        self.count = Count()
+
+    def run(
+        self, title: str, collectors: Mapping[str, Sequence[Collector]], *, gradient: bool = False
+    ) -> list[str]:
+        """One pass over the data.
+
+        Args:
+            title: of the pass, for the progress bar and for going on with an interrupted one.
+            collectors: for each layer.
+            gradient: whether to take the gradient of the loss, too.
+
+        Returns:
+            The names of the layers that were seen.
+
+        Raises:
+            ValueError: for a loader that is empty, or that gave other data than in the pass before, and for
+                outputs that are not finite.
+        """
+        if self._passes and iter(self._loader) is self._loader:
+            raise ValueError(
+                f"The {title} need another pass over the data, but the loader, a "
+                f"{type(self._loader).__name__}, can be read only once. Give a DataLoader or a list of batches."
+            )
+        before, self.count = self.count, Count()
+        self._passes += 1
+        with self._watching() as capture:
+            seen = self._taken_up(title, collectors, capture)
+            if seen is None:
+                seen = self._pass(title, collectors, capture, gradient)
+        self._check(title, before, seen)
+        return [name for name in collectors if name in seen]
+
+    def _pass(
+        self,
+        title: str,
+        collectors: Mapping[str, Sequence[Collector]],
+        capture: Capture,
+        gradient: bool,
+    ) -> set[str]:
+        """Go over the data, from where an earlier pass stopped; the layers that were seen."""
+        resume, done = self.resume, self.count.batches
+        record = None if resume is None else resume.record(title)
+        seen = set() if record is None else set(record.seen)
+        for index, batch in enumerate(self._bar(title)):
+            if resume is not None and record is not None and index == done - 1:
+                resume.require_same_data(title, _fingerprint(batch))
+            if index < done:
+                continue
+            captured = self._capture(capture, batch, index, gradient)
+            for name, batches in captured.items():
+                for collector in collectors.get(name, ()):
+                    collector.add(batches)
+            self._add_up(captured)
+            seen.update(captured)
+            if resume is not None:
+                resume.note(title, self.count, seen, collectors, capture.sampling, _fingerprint(batch))
+        if resume is not None and self.count.batches:
+            resume.finish(title, collectors, capture.sampling)
+        return seen
+
+    def _taken_up(
+        self, title: str, collectors: Mapping[str, Sequence[Collector]], capture: Capture
+    ) -> set[str] | None:
+        """Put back what an interrupted survey had; the layers it saw, if this pass was complete."""
+        record = None if self.resume is None else self.resume.record(title)
+        if self.resume is None or record is None:
+            return None
+        self.resume.restore(title, collectors, capture.sampling)
+        self.count = record.count
+        for batch in self._loader:
+            self.resume.require_same_data(title, _fingerprint(batch), first=True)
+            break
+        return set(record.seen) if record.complete else None
+
+    # -- one batch ---------------------------------------------------------------------------------------
+
+    def _capture(self, capture: Capture, batch: Any, index: int, gradient: bool) -> dict[str, list[LayerBatch]]:
+        capture.clear()
+        with torch.enable_grad():
+            loss, outputs = self._loss(_on_device(batch, next(self._model.parameters()).device))
+            ends = [outputs] if outputs is not None and not gradient else self._parameters()
+            gradients = torch.autograd.grad(loss, ends, allow_unused=True)
+        if capture.problems:
+            raise ValueError(f"Batch {index} of the data cannot be measured: {'; '.join(capture.problems)}.")
+        if gradient:
+            terms = _terms(capture.batches)
+            scale = 1 if self._options.loss_reduction == "sum" else terms
+            parts = iter(gradients)
+            for name, layer in self.layers.items():
+                weight = next(parts)
+                bias = None if layer.bias is None else next(parts)
+                if weight is not None:
+                    matrix = layer.to_matrix(weight, bias).double() * scale
+                    self.gradients[name] = self.gradients.get(name, 0) + matrix
+        return capture.batches
+
+    def _loss(self, batch: Any) -> tuple[Tensor, Tensor | None]:
+        """The loss of a batch and, where they are known, the outputs it is a function of."""
+        if self._options.loss is not None:
+            return self._options.loss(self._model, batch), None
+        if isinstance(batch, Mapping):
+            returned, targets = self._model(**batch), None
+            loss = getattr(returned, "loss", None)
+            if isinstance(loss, Tensor):
+                return loss, None
+        elif isinstance(batch, tuple | list):
+            if len(batch) != 2:
+                raise ValueError(
+                    f"A batch of the data is a {type(batch).__name__} of {len(batch)}. Expected (inputs, "
+                    "targets), inputs alone, or a dict of the model's keywords. Otherwise: "
+                    "loss=lambda model, batch: ..."
+                )
+            returned, targets = self._model(batch[0]), batch[1]
+        else:
+            returned, targets = self._model(batch), None
+        if targets is None and self._options.fisher == "empirical":
+            raise ValueError("fisher='empirical' needs targets: batches of (inputs, targets), or loss=...")
+        outputs = (self._options.outputs or find_outputs)(returned)
+        self._likelihood.check(outputs)
+        axis = self._options.batch_dim
+        if targets is not None and targets.ndim > axis % outputs.ndim:
+            targets = targets.movedim(axis, 0)
+        terms = self._likelihood.losses(outputs.movedim(axis, 0), targets)
+        if self._options.loss_reduction == "sum":
+            return terms.total, outputs
+        counted = terms.counted if self._options.loss_reduction == "mean" else terms.counted.any(1)
+        return terms.total / counted.sum().clamp_min(1), outputs
+
+    def _parameters(self) -> list[nn.Parameter]:
+        return [parameter for layer in self.layers.values() for parameter in layer.parameters]
+
+    def _add_up(self, captured: Mapping[str, Sequence[LayerBatch]]) -> None:
+        samples = max((sum(b.shape.samples for b in batches) for batches in captured.values()), default=0)
+        self.count = Count(
+            self.count.batches + 1, self.count.samples + samples, self.count.terms + _terms(captured)
+        )
+
+    # -- around a pass -----------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def _watching(self) -> Iterator[Capture]:
+        """Hooks on, modes of all modules to eval; both undone at the end."""
+        options = self._options
+        capture = Capture(
+            self._model,
+            self.layers.values(),
+            likelihood=self._likelihood,
+            fisher=options.fisher,
+            loss_reduction=options.loss_reduction,
+            batch_dim=options.batch_dim,
+            outputs=options.outputs,
+            seed=options.seed,
+            only_training=False,
+        )
+        modes = {module: module.training for module in self._model.modules()}
+        self._model.eval()
+        capture.armed = True
+        try:
+            yield capture
+        finally:
+            capture.remove_hooks()
+            for module, training in modes.items():
+                module.training = training
+
+    def _bar(self, title: str) -> Iterable[Any]:
+        if not self._options.progress:
+            return self._loader
+        tqdm = require("tqdm", "A progress bar")
+        bar: Iterable[Any] = tqdm.tqdm(self._loader, desc=title, unit="batch", dynamic_ncols=True)
+        return bar
+
+    def _check(self, title: str, before: Count, seen: set[str]) -> None:
+        count = self.count
+        if not count.batches:
+            raise ValueError("The loader is empty: it gave no batch. Expected at least one.")
+        if not seen:
+            raise ValueError(
+                f"No layer saw anything in {count.batches} batch(es). Are all targets ignored, all layers "
+                "frozen (requires_grad=False), or is the model not called itself, model(x), by the loss?"
+            )
+        if (
+            self._passes > 1
+            and before.batches
+            and (count.samples, count.terms) != (before.samples, before.terms)
+        ):
+            raise ValueError(
+                f"The pass for the {title} saw {count.samples} samples and {count.terms} loss terms, the one "
+                f"before it {before.samples} and {before.terms}. The loader must give the same data in every "
+                "pass."
+            )
+        unseen = [name for name in self.layers if name not in seen]
+        if unseen and self._passes == 1:
+            logger.warning(
+                "No block of %s: no gradient reached it.", ", ".join(f"layer {name!r}" for name in unseen)
+            )
+        if self.gradients:
+            self.gradients = {name: total / count.terms for name, total in self.gradients.items()}
+
+
+def _chosen_layers(model: nn.Module, names: Iterable[str] | None) -> dict[str, Layer]:
+    """The layers to look at; what has no block is named in the log.
+
+    Raises:
+        ValueError: for a model without any, and for a name that is not the name of one.
+    """
+    inventory = take_inventory(model, ())
+    layers = inventory.layers
+    if not layers:
+        kinds = ", ".join(f"nn.{kind.__name__}" for kind in SUPPORTED)
+        raise ValueError(f"Found no layer with a Fisher block in {type(model).__name__}. Supported: {kinds}.")
+    if names is not None:
+        names = list(names)
+        for name in names:
+            if name not in layers:
+                why = inventory.reasons.get(f"{name}.weight")
+                raise ValueError(
+                    f"No layer {name!r} with a Fisher block{f': {why}' if why else ''}. The layers are "
+                    f"{', '.join(map(repr, layers))}."
+                )
+        return {name: layer for name, layer in layers.items() if name in names}
+    covered = {parameter for layer in layers.values() for parameter in layer.parameters}
+    others = [name for name, parameter in model.named_parameters() if parameter not in covered]
+    if others:
+        logger.info("Parameters without a Fisher block: %s.", ", ".join(others))
+    return layers
+
+
+def _terms(captured: Mapping[str, Sequence[LayerBatch]]) -> int:
+    return max((sum(batch.num_terms for batch in batches) for batches in captured.values()), default=0)
+
+
+def _on_device(batch: Any, device: torch.device) -> Any:
+    if isinstance(batch, Tensor):
+        return batch.to(device)
+    if isinstance(batch, Mapping):
+        return {key: _on_device(value, device) for key, value in batch.items()}
+    if isinstance(batch, tuple | list):
+        parts = [_on_device(part, device) for part in batch]
+        return type(batch)(*parts) if hasattr(batch, "_fields") else type(batch)(parts)
+    return batch
+
+
+def _fingerprint(batch: Any) -> float:
+    """A number that tells batches apart."""
+    if isinstance(batch, Tensor):
+        return float(batch.double().sum())
+    parts = batch.values() if isinstance(batch, Mapping) else batch if isinstance(batch, tuple | list) else ()
+    return sum(_fingerprint(part) * (index + 1) for index, part in enumerate(parts))
