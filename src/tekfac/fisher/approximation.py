@@ -57,6 +57,11 @@ class Approximation:
         """Whether the diagonal is measured in the basis."""
         return self.method.rescaling.measured
 
+    @property
+    def keeps_trace(self) -> bool:
+        """Whether the trace of the approximation is that of the exact block, whatever the layer."""
+        return self.corrected or (self.method.factors.trace_restricted and self.sharing == "exact")
+
     def basis(self, layer: str, moments: Moments, dtype: torch.dtype) -> Eigenbasis:
         """The eigenbasis of the factors that the moments stand for, decomposed in float64."""
         factors = self.method.factors.read(moments)

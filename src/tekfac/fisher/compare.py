@@ -63,7 +63,7 @@ def compare(
             needs more by itself is measured by probes.
         probes: how many, for such layers.
         confidence: level of the intervals that probes give.
-        spectra: whether to keep the eigenvalues of the exact blocks.
+        spectra: whether to keep the eigenvalues of the exact blocks and the methods' diagonals.
         **keywords: see `tekfac.fisher.Options`.
     """
     options = resolve("compare", keywords)
@@ -104,7 +104,7 @@ def compare(
                 _Candidate.of(a, survey.layers[name], squares[name][a.factor_choice], terms) for a in chosen
             ]
             truth = plans.pop(name).truth(candidates, terms, confidence, spectra)
-            rows[name] = _rows(truth, candidates, survey.gradients[name].flatten(0, 1), damping)
+            rows[name] = _rows(truth, candidates, survey.gradients[name].flatten(0, 1), damping, spectra)
             truths[name] = truth.without_block()
     metadata = {
         **metadata_of(model, options),
@@ -114,7 +114,7 @@ def compare(
         "probes": probes,
     }
     in_order = tuple(row for name in seen for row in rows[name])
-    return Comparison(in_order, {name: truths[name] for name in seen}, metadata)
+    return Comparison(tuple(chosen), in_order, {name: truths[name] for name in seen}, metadata)
 
 
 @dataclass(frozen=True)
@@ -183,8 +183,8 @@ class _Plan:
     ) -> LayerTruth:
         """What was found out of the exact block."""
         shape, collector = self.layer.shape, self.collector
-        trace = float(candidates[0].theta.sum())  # of F, whatever the basis
         if isinstance(collector, ProbeProducts):
+            trace = float(candidates[0].theta.sum())  # of F, whatever the basis
             squared = _squared_norm_by_probes(collector, candidates, terms, confidence)
             return LayerTruth(shape, self.way, trace, squared, None, None)
         block: Block
@@ -194,7 +194,7 @@ class _Plan:
             block = GramBlock(shape, collector.rows(), terms)
         norm = block.frobenius_norm() ** 2
         values = block.eigenvalues() if spectra else None
-        return LayerTruth(shape, self.way, trace, Interval(norm, norm, norm), values, block)
+        return LayerTruth(shape, self.way, block.trace(), Interval(norm, norm, norm), values, block)
 
 
 def _packed(plans: Mapping[str, _Plan], exact_memory: int) -> list[list[str]]:
@@ -235,7 +235,11 @@ def _squared_norm_by_probes(
 
 
 def _rows(
-    truth: LayerTruth, candidates: Sequence[_Candidate], gradient: Tensor, damping: float | None
+    truth: LayerTruth,
+    candidates: Sequence[_Candidate],
+    gradient: Tensor,
+    damping: float | None,
+    spectra: bool,
 ) -> list[Row]:
     """The rows of one layer."""
     lam = truth.trace / truth.shape.size if damping is None else damping
@@ -262,6 +266,7 @@ def _rows(
                 cosine=cosine,
                 damping=lam,
                 way=truth.way,
+                diagonal=block.eigenvalues().flip(0) if spectra else None,
             )
         )
     return rows

@@ -5,14 +5,15 @@ from __future__ import annotations
 import csv
 import json
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from torch import Tensor
 
 from tekfac.blocks import Block
+from tekfac.fisher.approximation import Approximation
 from tekfac.layers import LayerShape
 
 
@@ -70,6 +71,7 @@ class Row:
             is out of reach (by probes), or the gradient is 0.
         damping: lambda.
         way: how the exact block was looked at.
+        diagonal: S, in descending order, if spectra were asked for, [parameters].
     """
 
     layer: str
@@ -82,6 +84,7 @@ class Row:
     cosine: float | None
     damping: float
     way: str
+    diagonal: Tensor | None = field(default=None, repr=False, compare=False)
 
     @property
     def error(self) -> Interval:
@@ -126,19 +129,16 @@ class Comparison:
     """Layers and methods beside each other. Print it to see the table.
 
     Attributes:
+        compared: the approximations, in the order they were asked for.
         rows: layer by layer.
         truths: what is known of each layer's exact block.
         metadata: how it was made.
     """
 
+    compared: tuple[Approximation, ...]
     rows: tuple[Row, ...]
     truths: Mapping[str, LayerTruth]
     metadata: Mapping[str, Any]
-
-    @property
-    def approximations(self) -> list[str]:
-        """In the order they were asked for."""
-        return list(dict.fromkeys(row.approximation for row in self.rows))
 
     def row(self, layer: str, approximation: str) -> Row:
         """One row.
@@ -151,7 +151,7 @@ class Comparison:
                 return row
         raise KeyError(
             f"No row of layer {layer!r} and {approximation!r}. Layers: {', '.join(map(repr, self.truths))}; "
-            f"approximations: {', '.join(self.approximations)}."
+            f"approximations: {', '.join(a.label for a in self.compared)}."
         )
 
     def __str__(self) -> str:
@@ -180,17 +180,29 @@ class Comparison:
 
     def to_csv(self, path: str | Path) -> None:
         """One line per row."""
-        plain = [row.plain() for row in self.rows]
-        with Path(path).open("w", newline="", encoding="utf-8") as file:
-            writer = csv.DictWriter(file, fieldnames=list(plain[0]))
-            writer.writeheader()
-            writer.writerows(plain)
+        write_csv(path, [row.plain() for row in self.rows])
 
     def to_json(self, path: str | Path) -> None:
         """Rows and metadata; what is not a number is null."""
-        plain = [{key: _finite(value) for key, value in row.plain().items()} for row in self.rows]
-        text = json.dumps({"metadata": dict(self.metadata), "rows": plain}, indent=2, ensure_ascii=False)
-        Path(path).write_text(text + "\n", encoding="utf-8")
+        write_json(path, self.plain())
+
+    def plain(self) -> dict[str, Any]:
+        """Rows and metadata as numbers, strings, lists and dicts."""
+        return {"metadata": dict(self.metadata), "rows": [row.plain() for row in self.rows]}
+
+
+def write_csv(path: str | Path, rows: Sequence[Mapping[str, Any]]) -> None:
+    """One line per row, after a line of names."""
+    with Path(path).open("w", newline="", encoding="utf-8") as file:
+        writer = csv.DictWriter(file, fieldnames=list(rows[0]))
+        writer.writeheader()
+        writer.writerows(rows)
+
+
+def write_json(path: str | Path, plain: Any) -> None:
+    """Plain values, with null for what is not a finite number."""
+    text = json.dumps(_finite(plain), indent=2, ensure_ascii=False, allow_nan=False)
+    Path(path).write_text(text + "\n", encoding="utf-8")
 
 
 def _in_words(interval: Interval) -> str:
@@ -200,4 +212,8 @@ def _in_words(interval: Interval) -> str:
 
 
 def _finite(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _finite(part) for key, part in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(part) for part in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value

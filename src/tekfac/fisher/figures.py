@@ -1,0 +1,216 @@
+"""Figures of a comparison, for print: one column or one page wide, with colours that the colour-blind can tell.
+
+The look of a method is its place in the table of methods: blue for plain factors, orange for trace-restricted
+ones; light and dashed for products of eigenvalues, dark and solid for corrected second moments.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from tekfac.blocks import Block
+from tekfac.extras import require
+from tekfac.fisher.approximation import Approximation
+from tekfac.fisher.comparison import Comparison
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+COLOURS = {  # (trace-restricted, corrected)
+    (False, False): "#6baed6",
+    (False, True): "#08519c",
+    (True, False): "#fdae6b",
+    (True, True): "#d94801",
+}
+TRUE_COLOUR = "#222222"
+PAGE = 7.0
+"""Width in inches."""
+
+STYLE = {
+    "font.size": 8,
+    "axes.titlesize": 8,
+    "axes.labelsize": 8,
+    "legend.fontsize": 8,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.linewidth": 0.6,
+    "lines.linewidth": 1.2,
+    "pdf.fonttype": 42,
+}
+
+
+def save(figure: Figure, path: str | Path) -> None:
+    """Write a figure twice, for the screen (PNG) and for print (PDF); `path` has no ending."""
+    with _style():
+        figure.savefig(f"{path}.png", dpi=250)
+        figure.savefig(f"{path}.pdf", dpi=250)
+
+
+def errors(comparison: Comparison) -> Figure:
+    """Relative Frobenius error of every layer and method, with intervals where it is estimated."""
+    layers, compared = list(comparison.truths), comparison.compared
+    width = 0.8 / len(compared)
+    with _style():
+        figure = _figure(2.6)
+        axes = figure.subplots()
+        for index, approximation in enumerate(compared):
+            found = [comparison.row(layer, approximation.label).error for layer in layers]
+            places = [place + (index - (len(compared) - 1) / 2) * width for place in range(len(layers))]
+            heights = [e.value for e in found]
+            axes.bar(places, heights, 0.92 * width, label=approximation.label, color=_colour(approximation))
+            if any(not e.exact for e in found):
+                spread = [[e.value - e.low for e in found], [e.high - e.value for e in found]]
+                axes.errorbar(places, heights, spread, fmt="none", ecolor="k", elinewidth=0.6)
+        axes.set_xticks(range(len(layers)), _short(layers), rotation=90 if len(layers) > 12 else 0)
+        axes.set_ylabel("‖F − F̂‖ / ‖F‖")
+        axes.set_xlabel("layer")
+        axes.margins(x=0.01)
+        figure.legend(loc="outside upper center", ncols=len(compared), frameon=False)
+    return figure
+
+
+def spectra(comparison: Comparison) -> Figure:
+    """Eigenvalues of the exact block and every method's diagonal, in descending order.
+
+    Raises:
+        ValueError: if the comparison was made without spectra.
+    """
+    if all(row.diagonal is None for row in comparison.rows):
+        raise ValueError("The comparison has no spectra. Make it with fisher.compare(..., spectra=True).")
+    with _style():
+        figure, panels = _panels(len(comparison.truths), height=2.0)
+        for axes, (layer, truth) in zip(panels, comparison.truths.items(), strict=False):
+            rows = [comparison.row(layer, approximation.label) for approximation in comparison.compared]
+            floor = 1e-8 * max(float(row.diagonal[0]) for row in rows if row.diagonal is not None)
+            if truth.eigenvalues is not None:
+                values = truth.eigenvalues.flip(0)
+                _ranked(axes, values, floor, color=TRUE_COLOUR, linewidth=2.2, alpha=0.55, label="F")
+            for approximation, row in zip(comparison.compared, rows, strict=True):
+                if row.diagonal is not None:
+                    _ranked(axes, row.diagonal, floor, label=approximation.label, **_line(approximation))
+            axes.set(xscale="log", yscale="log", title=f"{layer} ({truth.shape.size})")
+        _outer_labels(panels, "rank", "eigenvalue")
+        handles, labels = panels[0].get_legend_handles_labels()
+        figure.legend(handles, labels, loc="outside upper center", ncols=len(labels), frameon=False)
+    return figure
+
+
+def heat_maps(exact: Block, approximations: Mapping[str, Block]) -> Figure:
+    """The exact block beside its approximations, and under each of these its difference from it."""
+    colors = require("matplotlib.colors", "A figure")
+    truth = exact.to_dense().double()
+    norm = float(truth.norm())
+    dense = {label: block.to_dense().double() for label, block in approximations.items()}
+    largest = float(truth.abs().max())
+    scale = colors.SymLogNorm(linthresh=largest * 1e-3, vmin=-largest, vmax=largest)
+    columns = 1 + len(dense)
+    with _style():
+        figure = _figure(2 * (PAGE - 0.6) / columns + 0.45)
+        axes = figure.subplots(2, columns)
+        look: dict[str, Any] = {"cmap": "RdBu_r", "norm": scale, "interpolation": "nearest", "rasterized": True}
+        image = axes[0, 0].imshow(truth, **look)
+        axes[0, 0].set_title(f"F of {exact.name} ({exact.size} × {exact.size})")
+        axes[1, 0].axis("off")
+        axes[1, 0].text(
+            0.5,
+            0.5,
+            "above: the block\nand its approximations\n\nbelow: the differences\nF̂ − F",
+            ha="center",
+            va="center",
+            transform=axes[1, 0].transAxes,
+        )
+        for column, (label, matrix) in enumerate(dense.items(), start=1):
+            axes[0, column].imshow(matrix, **look)
+            axes[0, column].set_title(label)
+            axes[1, column].imshow(matrix - truth, **look)
+            axes[1, column].set_xlabel(f"‖F − F̂‖ / ‖F‖ = {float((matrix - truth).norm()) / norm:.3f}")
+        for panel in axes.flat:
+            panel.set(xticks=[], yticks=[])
+            panel.spines[["top", "right"]].set_visible(True)
+        figure.colorbar(image, ax=axes, shrink=0.7, aspect=40, pad=0.01)
+    return figure
+
+
+def along_training(comparisons: Mapping[str, Comparison], xlabel: str = "epoch") -> Figure:
+    """Relative Frobenius error of every layer and method at several points of a training run."""
+    first = next(iter(comparisons.values()))
+    with _style():
+        figure, panels = _panels(len(first.truths), height=1.8)
+        for axes, layer in zip(panels, first.truths, strict=False):
+            for approximation in first.compared:
+                found = [c.row(layer, approximation.label).error for c in comparisons.values()]
+                places = range(len(found))
+                axes.plot(places, [e.value for e in found], marker="o", markersize=3, **_line(approximation))
+                if any(not e.exact for e in found):
+                    axes.fill_between(
+                        places,
+                        [e.low for e in found],
+                        [e.high for e in found],
+                        color=_colour(approximation),
+                        alpha=0.15,
+                    )
+            axes.set_xticks(range(len(comparisons)), list(comparisons))
+            axes.set(title=layer, ylim=(0, None))
+        _outer_labels(panels, xlabel, "‖F − F̂‖ / ‖F‖")
+        labels = [approximation.label for approximation in first.compared]
+        figure.legend(panels[0].lines, labels, loc="outside upper center", ncols=len(labels), frameon=False)
+    return figure
+
+
+# -- looks -----------------------------------------------------------------------------------------------
+
+
+def _style() -> AbstractContextManager[None]:
+    """The settings of all figures, for as long as one is drawn."""
+    context: AbstractContextManager[None] = require("matplotlib", "A figure").rc_context(STYLE)
+    return context
+
+
+def _figure(height: float) -> Figure:
+    """An empty page of some height; no screen is touched."""
+    page: Figure = require("matplotlib.figure", "A figure").Figure(figsize=(PAGE, height), layout="constrained")
+    return page
+
+
+def _colour(approximation: Approximation) -> str:
+    return COLOURS[approximation.method.factors.trace_restricted, approximation.corrected]
+
+
+def _line(approximation: Approximation) -> dict[str, Any]:
+    return {"color": _colour(approximation), "linestyle": "-" if approximation.corrected else "--"}
+
+
+def _panels(count: int, height: float) -> tuple[Figure, list[Axes]]:
+    """A page of small panels, as many as needed."""
+    columns = min(count, 3 if count <= 6 else 4)
+    rows = math.ceil(count / columns)
+    figure = _figure(height * rows + 0.3)
+    panels = list(figure.subplots(rows, columns, squeeze=False).flat)
+    for unused in panels[count:]:
+        unused.set_visible(False)
+    return figure, panels[:count]
+
+
+def _outer_labels(panels: Sequence[Axes], xlabel: str, ylabel: str) -> None:
+    for axes in panels:
+        place = axes.get_subplotspec()
+        if place is not None and place.is_first_col():
+            axes.set_ylabel(ylabel)
+        axes.set_xlabel(xlabel)
+
+
+def _ranked(axes: Axes, values: torch.Tensor, floor: float, **look: Any) -> None:
+    """Values against their rank, down to a floor."""
+    kept = values[values > floor].cpu()
+    axes.plot(range(1, len(kept) + 1), kept, **look)
+
+
+def _short(layers: Sequence[str]) -> list[str]:
+    return [layer if len(layer) <= 18 else "…" + layer[-17:] for layer in layers]
