@@ -33,7 +33,18 @@ class _ArraysOnly(pickle.Unpickler):
 
 
 def load(folder: Path, train: bool) -> tuple[Tensor, Tensor]:
-    """Images [N, 3, 32, 32] in float32 and labels [N]."""
+    """Images [N, 3, 32, 32] in float32, normalised, and labels [N]."""
+    pixels, labels = load_pixels(folder, train)
+    return normalised(pixels), labels
+
+
+def normalised(pixels: Tensor) -> Tensor:
+    """Pixels 0..255 with every channel at mean 0 and standard deviation 1, in float32."""
+    return (pixels.float() / 255 - MEAN) / STD
+
+
+def load_pixels(folder: Path, train: bool) -> tuple[Tensor, Tensor]:
+    """Images [N, 3, 32, 32] as bytes and labels [N]."""
     names = [f"data_batch_{i}" for i in range(1, 6)] if train else ["test_batch"]
     images, labels = [], []
     for name in names:
@@ -45,5 +56,4 @@ def load(folder: Path, train: bool) -> tuple[Tensor, Tensor]:
         batch = _ArraysOnly(io.BytesIO(path.read_bytes()), encoding="bytes").load()
         images.append(np.asarray(batch[b"data"], dtype=np.uint8).reshape(-1, 3, 32, 32))
         labels.extend(batch[b"labels"])
-    pixels = torch.from_numpy(np.concatenate(images)).float() / 255
-    return (pixels - MEAN) / STD, torch.tensor(labels)
+    return torch.from_numpy(np.concatenate(images)), torch.tensor(labels)

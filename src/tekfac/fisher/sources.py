@@ -56,8 +56,8 @@ def load_state(model: nn.Module, path: str | Path) -> None:
         inside = [key for key in NESTED if isinstance(saved.get(key), Mapping)]
         if not inside:
             raise ValueError(
-                f"{str(path)!r} holds no state dict: it has the entries {sorted(map(str, saved))}. Expected the "
-                f"model's state_dict(), or a dict with it under {', '.join(NESTED)}."
+                f"{str(path)!r} holds no state dict: it has the entries {sorted(map(str, saved))}. Expected "
+                f"the model's state_dict(), or a dict with it under {', '.join(NESTED)}."
             )
         state = saved[inside[0]]
     try:
