@@ -3,10 +3,10 @@
     python benchmarks/fisher_cifar10.py --data-dir DIR --report docs/results/fisher-cifar10.md
 
 The network is trained for an epoch. Its TEKFAC blocks are then estimated three times, each in a process of its
-own: once on a tenth of the images, once on all of them, and once more on all of them by a process that is killed
-in the middle of the first pass over the data, started again, killed in the middle of the second, and started
-again. The last two results must be equal bit by bit, and the peak of memory must not grow with the number
-of images. DIR holds CIFAR-10's python batches.
+own: on a tenth of the images, on all of them, and once more on all of them by a process that is killed in the
+middle of the first pass over the data, started again, killed in the middle of the second, and started again.
+The last two results must be equal bit by bit, and the peak of memory must not grow with the number of images.
+DIR holds CIFAR-10's python batches.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ def estimate(data: Path, images: int, where: Path) -> None:
         method=METHOD,
         fisher=FISHER,
         checkpoint=where.with_suffix(".unfinished"),
-        checkpoint_seconds=20,
+        checkpoint_seconds=5,
         seed=SEED,
     )
     seconds = time.perf_counter() - start
@@ -120,7 +120,7 @@ def run(
     for title in ("factors", "second moments") if interrupted else ():
         with subprocess.Popen(command) as process:
             while process.poll() is None and not half_done(where.with_suffix(".unfinished"), title, images):
-                time.sleep(2)
+                time.sleep(0.2)
             if process.poll() is not None:
                 raise SystemExit(f"The process ended before it could be killed in the pass for the {title}.")
             process.send_signal(signal.SIGKILL)
@@ -199,8 +199,8 @@ def report(
         f"He's ResNet20 after an epoch of SGD; {METHOD.upper()} blocks of its {len(blocks)} layers over "
         f"CIFAR-10's training set with the {FISHER} Fisher: two passes over the data, batches of {BATCH}.\n\n"
         f"{table(rows)}\n\n"
-        f"The process that was killed twice and started again {outcome}. The peak is that of the whole process: "
-        "Python, torch, the images as bytes, and the estimate.\n\n"
+        f"The process that was killed twice and started again {outcome}. The peak is that of the whole "
+        "process: Python, torch, the images as bytes, and the estimate.\n\n"
         f"{table(layers)}\n\n{made_by}\n"
     )
 
