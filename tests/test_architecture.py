@@ -4,44 +4,53 @@ from __future__ import annotations
 
 import ast
 import re
+import subprocess
+import sys
 from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
 
 import tekfac
+from tekfac.extras import EXTRA_OF
 
 SOURCE = Path(tekfac.__file__).parent
 DOCUMENT = Path(__file__).parent.parent / "docs" / "architecture.md"
-MODULES = sorted(path.stem for path in SOURCE.glob("*.py") if path.stem != "__init__")
+MODULES = sorted(
+    ".".join(path.relative_to(SOURCE).with_suffix("").parts)
+    for path in SOURCE.rglob("*.py")
+    if path.stem not in ("__init__", "__main__")
+)
 
 
 def table() -> dict[str, set[str]]:
-    """Module -> modules it may import, from the table under the heading "Modules", top to bottom."""
+    """Module -> modules it may import, from the tables under the heading "Modules", top to bottom."""
     section = DOCUMENT.read_text().split("\n## Modules\n")[1].split("\n## ")[0]
-    rows = re.findall(r"^\| `(\w+)\.py` \|.*\|([^|]*)\|$", section, flags=re.MULTILINE)
+    rows = re.findall(r"^\| `([\w/]+)\.py` \|.*\|([^|]*)\|$", section, flags=re.MULTILINE)
+    rows = [(name.replace("/", "."), cell) for name, cell in rows]
     order = [name for name, _ in rows]
     allowed = {}
     for index, (name, cell) in enumerate(rows):
         if cell.strip() == "everything below":
             allowed[name] = set(order[index + 1 :])
         else:
-            allowed[name] = set(re.findall(r"\w+", cell))
+            allowed[name] = set(re.findall(r"[\w.]+", cell))
     return allowed
 
 
 def imports(module: str) -> set[str]:
     """Modules of tekfac that a module imports, wherever in the file."""
     found = set()
-    for node in ast.walk(ast.parse((SOURCE / f"{module}.py").read_text())):
+    path = SOURCE.joinpath(*module.split(".")).with_suffix(".py")
+    for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
-            found |= {alias.name.split(".")[1] for alias in node.names if alias.name.startswith("tekfac.")}
+            found |= {alias.name for alias in node.names if alias.name.startswith("tekfac.")}
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{module}.py has a relative import in line {node.lineno}"
-            if node.module == "tekfac":
-                found |= {alias.name for alias in node.names}
-            elif node.module is not None and node.module.startswith("tekfac."):
-                found.add(node.module.split(".")[1])
+            origin = node.module or ""
+            for alias in node.names if origin.partition(".")[0] == "tekfac" else ():
+                inside = f"{origin}.{alias.name}".removeprefix("tekfac.")
+                found.add(inside if inside in MODULES else origin.removeprefix("tekfac."))
     return found
 
 
@@ -70,11 +79,18 @@ def test_no_modules_import_each_other_in_a_circle() -> None:
 
 def test_hooks_are_registered_in_capture_alone() -> None:
     registering = {
-        path.stem for path in SOURCE.glob("*.py") if re.search(r"register_\w*hook", path.read_text())
+        path.stem for path in SOURCE.rglob("*.py") if re.search(r"register_\w*hook", path.read_text())
     }
     assert registering == {"capture"}
 
 
-def test_the_package_shows_the_four_optimizers_and_its_version() -> None:
-    assert set(tekfac.__all__) == {"EKFAC", "KFAC", "TEKFAC", "TKFAC", "__version__"}
+def test_importing_the_package_needs_no_optional_one() -> None:
+    missing = f"sys.modules.update(dict.fromkeys({tuple(EXTRA_OF)!r}))"
+    code = f"import sys; {missing}; import tekfac, tekfac.command; print(tekfac.__version__)"
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert out.strip() == tekfac.__version__
+
+
+def test_the_package_shows_the_four_optimizers_the_fisher_and_its_version() -> None:
+    assert set(tekfac.__all__) == {"EKFAC", "KFAC", "TEKFAC", "TKFAC", "__version__", "fisher"}
     assert all(hasattr(tekfac, name) for name in tekfac.__all__)

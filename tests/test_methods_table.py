@@ -80,12 +80,15 @@ def names_in(tree: ast.AST) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize("path", sorted(SOURCE.glob("*.py")), ids=lambda path: path.name)
+@pytest.mark.parametrize("path", sorted(SOURCE.rglob("*.py")), ids=lambda path: path.name)
 def test_no_other_file_knows_a_methods_name(path: Path) -> None:
     tree = ast.parse(path.read_text())
-    if path.name in MAY_NAME_METHODS:
+    if path.parent == SOURCE and path.name in MAY_NAME_METHODS:
         return
-    assert names_in(tree) == []
+    names = names_in(tree)
+    if path.name == "digits.py":  # the network that `tekfac fisher` trains for itself
+        names = [name for name in names if not name.startswith("TEKFAC")]
+    assert names == []
 
 
 def test_the_file_of_the_classes_takes_no_decisions() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import inspect
 import math
 from collections.abc import Iterable, Mapping
@@ -13,6 +12,7 @@ from typing import Any, TypedDict
 from torch import Tensor, nn
 
 from tekfac.capture import FISHER_KINDS, LOSS_REDUCTIONS, FisherKind, LossReduction
+from tekfac.checks import require_choice, require_keywords
 from tekfac.damping import (
     BETA_READINGS,
     DEFAULT_TRACE_FLOOR,
@@ -61,10 +61,10 @@ class Settings:
             _require_decay(name, getattr(self, name))
         for name in ("factors_every", "basis_every", "rescaling_every"):
             _require_interval(name, getattr(self, name))
-        _require_choice("beta", self.beta, BETA_READINGS)
-        _require_choice("fisher", self.fisher, FISHER_KINDS)
-        _require_choice("averaging", self.averaging, AVERAGINGS)
-        _require_choice("loss_reduction", self.loss_reduction, LOSS_REDUCTIONS)
+        require_choice("beta", self.beta, BETA_READINGS)
+        require_choice("fisher", self.fisher, FISHER_KINDS)
+        require_choice("averaging", self.averaging, AVERAGINGS)
+        require_choice("loss_reduction", self.loss_reduction, LOSS_REDUCTIONS)
         if not isinstance(self.batch_dim, int) or isinstance(self.batch_dim, bool):
             raise ValueError(f"Invalid batch_dim: {self.batch_dim!r}. Expected an axis of the model's outputs.")
         if self.kl_clip is not None:
@@ -154,12 +154,9 @@ def resolve(
     for keyword in keywords:
         if keyword in refused:
             raise TypeError(f"{owner} takes no {keyword!r}: {refused[keyword]}. Leave it out.")
-        if keyword not in names:
-            near = difflib.get_close_matches(keyword, names, n=1)
-            hint = f" Did you mean {near[0]!r}?" if near else f" It takes {', '.join(names)}."
-            raise TypeError(f"{owner} got an unknown keyword {keyword!r}.{hint}")
+    require_keywords(owner, keywords, names)
     settings = Settings(**{**defaults, **keywords})
-    _require_choice("sharing", settings.sharing, tuple(sharings), f" for {owner}")
+    require_choice("sharing", settings.sharing, tuple(sharings), f" for {owner}")
     return settings
 
 
@@ -222,8 +219,3 @@ def _require_decay(name: str, value: Any) -> None:
 def _require_interval(name: str, value: Any) -> None:
     if not isinstance(value, Integral) or isinstance(value, bool) or value < 1:
         raise ValueError(f"Invalid {name}: {value!r}. Expected a whole number of steps, at least 1.")
-
-
-def _require_choice(name: str, value: Any, choices: tuple[str, ...], where: str = "") -> None:
-    if value not in choices:
-        raise ValueError(f"Unknown {name}: {value!r}. Expected one of {', '.join(choices)}{where}.")

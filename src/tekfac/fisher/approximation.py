@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from tekfac import methods
+from tekfac.checks import require_choice
 from tekfac.eigenbasis import DecompositionError, Eigenbasis, decompose, standard_basis
 from tekfac.factors import Moments
 
@@ -36,9 +37,7 @@ class Approximation:
         method_name, _, named_sharing = str(name).partition(":")
         method = methods.named(method_name)
         sharing = sharing or named_sharing or methods.default_settings(method)["sharing"]
-        if sharing not in method.factors.sharings:
-            known = ", ".join(method.factors.sharings)
-            raise ValueError(f"Unknown sharing: {sharing!r}. Expected one of {known} for {method.name}.")
+        require_choice("sharing", sharing, list(method.factors.sharings), f" for {method.name}")
         return cls(method, sharing)
 
     @property
@@ -70,4 +69,5 @@ class Approximation:
         except DecompositionError as error:
             logger.warning("Layer %r is approximated in the basis of its parameters: %s", layer, error)
             basis = standard_basis(factors)
-        return Eigenbasis(*(part.to(dtype) for part in basis))
+        # One layout, whether it comes from LAPACK or from a file: sums in it are then equal bit by bit.
+        return Eigenbasis(*(part.to(dtype).contiguous() for part in basis))

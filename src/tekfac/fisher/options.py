@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields
 from numbers import Integral
@@ -11,6 +10,7 @@ from typing import Any, TypedDict
 from torch import Tensor, nn
 
 from tekfac.capture import FISHER_KINDS, LOSS_REDUCTIONS, FisherKind, LossReduction
+from tekfac.checks import require_choice, require_keywords
 from tekfac.likelihoods import Likelihood, SampledLoss, as_likelihood
 from tekfac.outputs import OutputSelector
 
@@ -50,8 +50,8 @@ class Options:
     progress: bool = False
 
     def __post_init__(self) -> None:
-        _require_choice("fisher", self.fisher, FISHER_KINDS)
-        _require_choice("loss_reduction", self.loss_reduction, LOSS_REDUCTIONS)
+        require_choice("fisher", self.fisher, FISHER_KINDS)
+        require_choice("loss_reduction", self.loss_reduction, LOSS_REDUCTIONS)
         as_likelihood(self.likelihood)
         if isinstance(self.layers, str):
             object.__setattr__(self, "layers", [self.layers])
@@ -83,15 +83,5 @@ def resolve(function: str, keywords: Mapping[str, Any]) -> Options:
         TypeError: for a keyword that does not exist.
         ValueError: for a value that does not fit.
     """
-    names = [field.name for field in fields(Options)]
-    for keyword in keywords:
-        if keyword not in names:
-            near = difflib.get_close_matches(keyword, names, n=1)
-            hint = f" Did you mean {near[0]!r}?" if near else f" It takes {', '.join(names)}."
-            raise TypeError(f"fisher.{function} got an unknown keyword {keyword!r}.{hint}")
+    require_keywords(f"fisher.{function}", keywords, [field.name for field in fields(Options)])
     return Options(**keywords)
-
-
-def _require_choice(name: str, value: Any, choices: tuple[str, ...]) -> None:
-    if value not in choices:
-        raise ValueError(f"Unknown {name}: {value!r}. Expected one of {', '.join(choices)}.")

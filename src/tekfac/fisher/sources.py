@@ -6,12 +6,13 @@ import importlib
 import importlib.util
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+from tekfac.fisher.batch import map_tensors, tensors_of
 
 NESTED = ("model", "state_dict", "model_state_dict", "net", "network")
 """Where checkpoints of training runs usually keep the model's parameters."""
@@ -80,10 +81,13 @@ class Limited:
             if left is not None and left <= 0:
                 return
             size = _size(batch)
-            kept = batch if left is None or size is None or size <= left else _first(batch, left)
             if left is not None:
-                left -= size or 0
-            yield _cast(kept, self._dtype)
+                batch = map_tensors(batch, lambda tensor, count=left: tensor[:count])  # type: ignore[misc]
+                left -= size
+            yield map_tensors(batch, self._cast)
+
+    def _cast(self, tensor: Tensor) -> Tensor:
+        return tensor.to(self._dtype) if tensor.is_floating_point() else tensor
 
 
 def batches(images: Tensor, labels: Tensor, size: int) -> list[tuple[Tensor, Tensor]]:
@@ -106,34 +110,5 @@ def _from_file(path: Path) -> Any:
     return module
 
 
-def _tensors(batch: Any) -> Iterator[Tensor]:
-    if isinstance(batch, Tensor):
-        yield batch
-    elif isinstance(batch, Mapping):
-        for value in batch.values():
-            yield from _tensors(value)
-    elif isinstance(batch, tuple | list):
-        for value in batch:
-            yield from _tensors(value)
-
-
-def _size(batch: Any) -> int | None:
-    return next((len(tensor) for tensor in islice(_tensors(batch), 1)), None)
-
-
-def _map(batch: Any, function: Callable[[Tensor], Tensor]) -> Any:
-    if isinstance(batch, Tensor):
-        return function(batch)
-    if isinstance(batch, Mapping):
-        return {key: _map(value, function) for key, value in batch.items()}
-    if isinstance(batch, tuple | list):
-        return tuple(_map(value, function) for value in batch)
-    return batch
-
-
-def _first(batch: Any, count: int) -> Any:
-    return _map(batch, lambda tensor: tensor[:count])
-
-
-def _cast(batch: Any, dtype: torch.dtype) -> Any:
-    return _map(batch, lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor)
+def _size(batch: Any) -> int:
+    return next((len(tensor) for tensor in tensors_of(batch)), 0)

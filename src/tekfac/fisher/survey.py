@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from tekfac.capture import Capture
 from tekfac.extras import require
+from tekfac.fisher.batch import fingerprint, map_tensors
 from tekfac.fisher.options import Options
 from tekfac.fisher.resume import Count, HasState, Resume
 from tekfac.groups import take_inventory
@@ -103,7 +104,7 @@ class Survey:
         seen = set() if record is None else set(record.seen)
         for index, batch in enumerate(self._bar(title)):
             if resume is not None and record is not None and index == done - 1:
-                resume.require_same_data(title, _fingerprint(batch))
+                resume.require_same_data(title, fingerprint(batch))
             if index < done:
                 continue
             captured = self._capture(capture, batch, index, gradient)
@@ -113,7 +114,7 @@ class Survey:
             self._add_up(captured)
             seen.update(captured)
             if resume is not None:
-                resume.note(title, self.count, seen, collectors, capture.sampling, _fingerprint(batch))
+                resume.note(title, self.count, seen, collectors, capture.sampling, fingerprint(batch))
         if resume is not None and self.count.batches:
             resume.finish(title, collectors, capture.sampling)
         return seen
@@ -128,7 +129,7 @@ class Survey:
         self.resume.restore(title, collectors, capture.sampling)
         self.count = record.count
         for batch in self._loader:
-            self.resume.require_same_data(title, _fingerprint(batch), first=True)
+            self.resume.require_same_data(title, fingerprint(batch), first=True)
             break
         return set(record.seen) if record.complete else None
 
@@ -136,8 +137,9 @@ class Survey:
 
     def _capture(self, capture: Capture, batch: Any, index: int, gradient: bool) -> dict[str, list[LayerBatch]]:
         capture.clear()
+        device = next(self._model.parameters()).device
         with torch.enable_grad():
-            loss, outputs = self._loss(_on_device(batch, next(self._model.parameters()).device))
+            loss, outputs = self._loss(map_tensors(batch, lambda tensor: tensor.to(device)))
             ends = [outputs] if outputs is not None and not gradient else self._parameters()
             gradients = torch.autograd.grad(loss, ends, allow_unused=True)
         if capture.problems:
@@ -287,22 +289,3 @@ def _chosen_layers(model: nn.Module, names: Iterable[str] | None) -> dict[str, L
 
 def _terms(captured: Mapping[str, Sequence[LayerBatch]]) -> int:
     return max((sum(batch.num_terms for batch in batches) for batches in captured.values()), default=0)
-
-
-def _on_device(batch: Any, device: torch.device) -> Any:
-    if isinstance(batch, Tensor):
-        return batch.to(device)
-    if isinstance(batch, Mapping):
-        return {key: _on_device(value, device) for key, value in batch.items()}
-    if isinstance(batch, tuple | list):
-        parts = [_on_device(part, device) for part in batch]
-        return type(batch)(*parts) if hasattr(batch, "_fields") else type(batch)(parts)
-    return batch
-
-
-def _fingerprint(batch: Any) -> float:
-    """A number that tells batches apart."""
-    if isinstance(batch, Tensor):
-        return float(batch.double().sum())
-    parts = batch.values() if isinstance(batch, Mapping) else batch if isinstance(batch, tuple | list) else ()
-    return sum(_fingerprint(part) * (index + 1) for index, part in enumerate(parts))

@@ -1,0 +1,22 @@
+"""Checks that several parts share, with the messages users see."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+
+def require_choice(name: str, value: Any, choices: Sequence[str], where: str = "") -> None:
+    """Raise ValueError for a value that is not one of the choices."""
+    if value not in choices:
+        raise ValueError(f"Unknown {name}: {value!r}. Expected one of {', '.join(choices)}{where}.")
+
+
+def require_keywords(owner: str, keywords: Iterable[str], names: Sequence[str]) -> None:
+    """Raise TypeError for a keyword that does not exist, with the name that was probably meant."""
+    for keyword in keywords:
+        if keyword not in names:
+            near = difflib.get_close_matches(keyword, names, n=1)
+            hint = f" Did you mean {near[0]!r}?" if near else f" It takes {', '.join(names)}."
+            raise TypeError(f"{owner} got an unknown keyword {keyword!r}.{hint}")
