@@ -42,6 +42,22 @@ def test_every_python_block_runs(page: str) -> None:
         assert isinstance(names["optimizer"], TEKFAC)
 
 
+def test_every_python_block_about_the_fisher_runs_in_order(tmp_path: Path) -> None:
+    model = Model()
+    loader = [(torch.randn(8, 1, 5, 5), torch.randint(3, (8,))) for _ in range(2)]
+
+    def loss_of(model: nn.Module) -> Tensor:
+        x, y = loader[0]
+        return F.cross_entropy(model(x), y)
+
+    names: dict[str, Any] = {"torch": torch, "TEKFAC": TEKFAC, "folder": tmp_path}
+    names |= {"model": model, "loader": loader, "loss_of": loss_of}
+    assert len(blocks("docs/fisher.md")) == 5
+    for code in blocks("docs/fisher.md"):
+        exec(code, names)
+    assert (tmp_path / "comparison.csv").exists()
+
+
 def test_every_link_between_pages_leads_somewhere() -> None:
     pages = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md")]
     for page in pages:

@@ -105,9 +105,9 @@ def spectra(comparison: Comparison) -> Figure:
 def heat_maps(exact: Block, approximations: Mapping[str, Block]) -> Figure:
     """The exact block beside its approximations, and under each of these its difference from it."""
     colors = require("matplotlib.colors", "A figure")
-    truth = exact.to_dense().double()
+    truth = exact.to_dense().double().cpu()
     norm = float(truth.norm())
-    dense = {label: block.to_dense().double() for label, block in approximations.items()}
+    dense = {label: block.to_dense().double().cpu() for label, block in approximations.items()}
     largest = float(truth.abs().max())
     scale = colors.SymLogNorm(linthresh=largest * 1e-3, vmin=-largest, vmax=largest)
     columns = 1 + len(dense)
@@ -115,7 +115,7 @@ def heat_maps(exact: Block, approximations: Mapping[str, Block]) -> Figure:
         figure = _figure(2 * (PAGE - 0.6) / columns + 0.45)
         axes = figure.subplots(2, columns)
         look: dict[str, Any] = {"cmap": "RdBu_r", "norm": scale, "interpolation": "nearest", "rasterized": True}
-        image = axes[0, 0].imshow(truth, **look)
+        image = axes[0, 0].imshow(truth.numpy(), **look)
         axes[0, 0].set_title(f"F of {exact.name} ({exact.size} × {exact.size})")
         axes[1, 0].axis("off")
         axes[1, 0].text(
@@ -127,9 +127,9 @@ def heat_maps(exact: Block, approximations: Mapping[str, Block]) -> Figure:
             transform=axes[1, 0].transAxes,
         )
         for column, (label, matrix) in enumerate(dense.items(), start=1):
-            axes[0, column].imshow(matrix, **look)
+            axes[0, column].imshow(matrix.numpy(), **look)
             axes[0, column].set_title(label)
-            axes[1, column].imshow(matrix - truth, **look)
+            axes[1, column].imshow((matrix - truth).numpy(), **look)
             axes[1, column].set_xlabel(f"‖F − F̂‖ / ‖F‖ = {float((matrix - truth).norm()) / norm:.3f}")
         for panel in axes.flat:
             panel.set(xticks=[], yticks=[])
@@ -208,7 +208,7 @@ def _outer_labels(panels: Sequence[Axes], xlabel: str, ylabel: str) -> None:
 
 def _ranked(axes: Axes, values: torch.Tensor, floor: float, **look: Any) -> None:
     """Values against their rank, down to a floor."""
-    kept = values[values > floor].cpu()
+    kept = values[values > floor].cpu().numpy()
     axes.plot(range(1, len(kept) + 1), kept, **look)
 
 

@@ -1,0 +1,192 @@
+"""Promise: `tekfac fisher` turns a network and data, or checkpoints, into a table, files and figures."""
+
+from __future__ import annotations
+
+import csv
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tekfac.command import main
+from tekfac.fisher import digits
+
+SOURCE = """
+import torch
+from torch import nn
+
+def make():
+    return nn.Sequential(nn.Conv2d(1, 3, 3), nn.ReLU(), nn.Flatten(), nn.Linear(12, 4))
+
+def loader():
+    generator = torch.Generator().manual_seed(0)
+    return [(torch.randn(5, 1, 4, 4, generator=generator), torch.randint(4, (5,), generator=generator))] * 3
+
+def nothing():
+    return []
+
+def no_network():
+    return 3
+"""
+
+
+@pytest.fixture
+def user(tmp_path: Path) -> Path:
+    """A user's file with a network and data, and two checkpoints of it."""
+    path = tmp_path / "mine.py"
+    path.write_text(SOURCE)
+    names: dict[str, Any] = {}
+    exec(SOURCE, names)
+    torch.manual_seed(0)
+    torch.save(names["make"]().state_dict(), tmp_path / "early.pt")
+    torch.save({"epoch": 3, "model": names["make"]().state_dict()}, tmp_path / "late.pt")
+    torch.save({"epoch": 3}, tmp_path / "empty.pt")
+    return path
+
+
+def run(user: Path, *arguments: str, network: str = "make", data: str = "loader") -> int:
+    out = str(user.parent / "out")
+    return main(
+        ["fisher", "--network", f"{user}:{network}", "--data", f"{user}:{data}", "--out", out, *arguments]
+    )
+
+
+def test_a_network_and_data_give_a_table_files_and_figures(
+    user: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(user) == 0
+    printed, out = capsys.readouterr().out, user.parent / "out"
+    assert "‖F − F̂‖ / ‖F‖" in printed
+    assert "theorem     ‖F − TEKFAC‖ ≤ ‖F − TKFAC‖: held in 2 of 2 cases" in printed
+    assert "identity    tr TKFAC = tr F: held in 2 of 2 cases" in printed
+    assert "no theorem  ‖F − TKFAC‖ ≤ ‖F − KFAC‖: held in" in printed
+    rows = list(csv.DictReader((out / "comparison.csv").open(encoding="utf-8")))
+    assert [(row["layer"], row["approximation"]) for row in rows] == [
+        (layer, method) for layer in ("0", "3") for method in ("KFAC", "EKFAC", "TKFAC", "TEKFAC")
+    ]
+    plain = json.loads((out / "comparison.json").read_text(encoding="utf-8"))
+    (point,) = plain["points"].values()
+    assert [row["error"] for row in point["rows"]] == [float(row["error"]) for row in rows]
+    assert point["metadata"]["samples"] == 15
+    assert len(plain["findings"]) == 7
+    for figure in ("errors", "spectra", "heat-map"):
+        assert (out / f"{figure}.png").read_bytes().startswith(b"\x89PNG")
+        assert (out / f"{figure}.pdf").read_bytes().startswith(b"%PDF")
+    assert not (out / "training.png").exists()
+
+
+def test_checkpoints_give_the_errors_along_training(user: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    states = [str(user.parent / name) for name in ("early.pt", "late.pt")]
+    assert run(user, "--state", *states, "--methods", "kfac", "kfac:reduce", "tekfac") == 0
+    out = user.parent / "out"
+    rows = list(csv.DictReader((out / "comparison.csv").open(encoding="utf-8")))
+    assert [row["point"] for row in rows] == ["early"] * 6 + ["late"] * 6
+    assert {row["approximation"] for row in rows} == {"KFAC", "KFAC (reduce)", "TEKFAC"}
+    assert rows[0]["error"] != rows[6]["error"]
+    assert (out / "training.png").exists()
+    assert "late" in capsys.readouterr().out
+
+
+def test_the_samples_are_counted_and_the_rest_is_left_out(user: Path) -> None:
+    assert run(user, "--samples", "7", "--no-figures", "--layers", "3", "--float32") == 0
+    plain = json.loads((user.parent / "out" / "comparison.json").read_text(encoding="utf-8"))
+    (point,) = plain["points"].values()
+    assert point["metadata"]["samples"] == 7
+    assert {row["layer"] for row in point["rows"]} == {"3"}
+    assert not (user.parent / "out" / "errors.png").exists()
+
+
+def test_large_layers_are_measured_by_probes(user: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    layers = "nn.Flatten(), nn.Linear(16, 300), nn.ReLU(), nn.Linear(300, 4)"
+    user.write_text(f"{SOURCE}\ndef wide():\n    return nn.Sequential({layers})\n")
+    assert run(user, "--exact-memory", "1", network="wide") == 0
+    printed = capsys.readouterr().out
+    assert "probes" in printed
+    assert "[0." in printed
+
+
+def test_without_a_network_it_trains_one_on_digits(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = str(tmp_path / "out")
+    assert main(["fisher", "--samples", "40", "--layers", "conv1", "--no-figures", "--out", out]) == 0
+    plain = json.loads((tmp_path / "out" / "comparison.json").read_text(encoding="utf-8"))
+    points = list(plain["points"])
+    assert [point.split(" (")[0] for point in points] == [f"epoch {epoch}" for epoch in (0, 1, 2, 4, 8)]
+    accuracy = float(points[-1].split("(")[1].split("%")[0])
+    assert accuracy > 95
+    assert "The digits CNN" in capsys.readouterr().out
+
+
+def test_the_digits_network_has_blocks_that_can_be_formed() -> None:
+    sizes = [p.numel() for p in digits.network().parameters()]
+    assert max(sizes) < 4096
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        (["--methods", "sgd"], "Unknown method: 'sgd'. Expected one of kfac, ekfac, tkfac, tekfac"),
+        (["--layers", "conv9"], "No layer 'conv9' with a Fisher block. The layers are '0', '3'"),
+        (["--state", "nowhere.pt"], "There is no checkpoint 'nowhere.pt'"),
+        (["--damping", "-1"], "Invalid damping: -1.0"),
+        (["--probes", "2"], "Invalid probes: 2. Expected at least 8"),
+        (["--heat-map", "conv9"], "No layer 'conv9'"),
+    ],
+)
+def test_bad_input_is_said_in_one_line(
+    user: Path, arguments: list[str], named: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(user, *arguments) == 1
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert error.startswith("tekfac: ")
+    assert named in error
+
+
+@pytest.mark.parametrize(
+    ("network", "data", "named"),
+    [
+        ("nets", "loader", "has no function 'nets' for --network. It has make, loader"),
+        ("no_network", "loader", "returned a int. Expected an nn.Module"),
+        ("make", "nothing", "The loader is empty"),
+    ],
+)
+def test_a_bad_source_is_said_in_one_line(
+    user: Path, network: str, data: str, named: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(user, network=network, data=data) == 1
+    assert named in capsys.readouterr().err
+
+
+def test_sources_that_cannot_be_found_are_named(user: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for arguments, named in (
+        (["--network", "no.such:thing", "--data", f"{user}:loader"], "Cannot import 'no.such' for --network"),
+        (["--network", "nets.py:thing", "--data", f"{user}:loader"], "no file 'nets.py'"),
+        (["--network", "thing", "--data", f"{user}:loader"], "Expected package.module:function"),
+        (["--network", f"{user}:make"], "--network needs --data"),
+    ):
+        assert main(["fisher", *arguments]) == 1
+        assert named in capsys.readouterr().err
+
+
+def test_a_checkpoint_without_parameters_is_refused(user: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(user, "--state", str(user.parent / "empty.pt")) == 1
+    assert "holds no state dict: it has the entries ['epoch']" in capsys.readouterr().err
+
+
+def test_a_missing_package_is_named_with_its_extra(
+    user: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    assert run(user) == 1
+    assert "A figure needs matplotlib, which is not installed" in capsys.readouterr().err
+    assert (user.parent / "out" / "comparison.csv").exists()  # what could be had is not lost
+
+
+def test_the_command_is_installed_and_can_be_asked_for_help() -> None:
+    for command in ([sys.executable, "-m", "tekfac"], [str(Path(sys.executable).parent / "tekfac")]):
+        out = subprocess.run([*command, "fisher", "--help"], capture_output=True, text=True, check=True).stdout
+        assert "--network" in out
+        assert "--state" in out
