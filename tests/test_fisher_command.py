@@ -64,7 +64,7 @@ def test_a_network_and_data_give_a_table_files_and_figures(
     assert "theorem     ‖F − TEKFAC‖ ≤ ‖F − TKFAC‖: held in 2 of 2 cases" in printed
     assert "identity    tr TKFAC = tr F: held in 2 of 2 cases" in printed
     assert "no theorem  ‖F − TKFAC‖ ≤ ‖F − KFAC‖: held in" in printed
-    rows = list(csv.DictReader((out / "comparison.csv").open(encoding="utf-8")))
+    rows = list(csv.DictReader((out / "comparison.csv").read_text(encoding="utf-8").splitlines()))
     assert [(row["layer"], row["approximation"]) for row in rows] == [
         (layer, method) for layer in ("0", "3") for method in ("KFAC", "EKFAC", "TKFAC", "TEKFAC")
     ]
@@ -83,7 +83,7 @@ def test_checkpoints_give_the_errors_along_training(user: Path, capsys: pytest.C
     states = [str(user.parent / name) for name in ("early.pt", "late.pt")]
     assert run(user, "--state", *states, "--methods", "kfac", "kfac:reduce", "tekfac") == 0
     out = user.parent / "out"
-    rows = list(csv.DictReader((out / "comparison.csv").open(encoding="utf-8")))
+    rows = list(csv.DictReader((out / "comparison.csv").read_text(encoding="utf-8").splitlines()))
     assert [row["point"] for row in rows] == ["early"] * 6 + ["late"] * 6
     assert {row["approximation"] for row in rows} == {"KFAC", "KFAC (reduce)", "TEKFAC"}
     assert rows[0]["error"] != rows[6]["error"]
