@@ -106,7 +106,7 @@ def refreshed(
         basis = new_basis
     if recipe.rescaling.measured and (due.rescaling or theta is None):
         measured = (second_moments(batches, basis, recipe.memory_budget),)
-        _require_finite(*measured)
+        require_finite(*measured)
         theta = Average.of(measured) if theta is None else theta.updated(measured, recipe.rescaling_decay)
     return LayerCurvature(moments, basis, theta, failures)
 
@@ -115,7 +115,7 @@ def _averaged_moments(
     old: LayerCurvature | None, batches: Sequence[LayerBatch], recipe: Recipe
 ) -> Average[Moments]:
     measured = recipe.factors.measure(batches, recipe.sharing, recipe.memory_budget)
-    _require_finite(*measured)
+    require_finite(*measured)
     if recipe.averaging == "factors":
         measured = recipe.factors.normalised(measured)
     if old is None:
@@ -123,6 +123,7 @@ def _averaged_moments(
     return old.moments.updated(measured, recipe.factor_decay)
 
 
-def _require_finite(*tensors: Tensor) -> None:
+def require_finite(*tensors: Tensor) -> None:
+    """Raise NonFiniteStatisticsError for numbers that are not finite."""
     if not bool(torch.stack([torch.isfinite(tensor).all() for tensor in tensors]).all()):
         raise NonFiniteStatisticsError("the curvature statistics are not finite")

@@ -36,6 +36,10 @@ class Approximation:
         """
         method_name, _, named_sharing = str(name).partition(":")
         method = methods.named(method_name)
+        if sharing and named_sharing and sharing != named_sharing:
+            raise ValueError(
+                f"Two sharings at once: {named_sharing!r} in {name!r}, and {sharing!r}. Expected one."
+            )
         sharing = sharing or named_sharing or methods.default_settings(method)["sharing"]
         require_choice("sharing", sharing, list(method.factors.sharings), f" for {method.name}")
         return cls(method, sharing)

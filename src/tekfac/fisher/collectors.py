@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 import torch
 from torch import Tensor
 
+from tekfac.curvature import require_finite
 from tekfac.eigenbasis import Eigenbasis
 from tekfac.factors import FactorRule, Moments, MomentSums
 from tekfac.rescaling import sum_of_squares
@@ -25,6 +26,7 @@ class FactorSums:
     def add(self, batches: Sequence[LayerBatch]) -> None:
         """Take in one batch of the data."""
         sums = self._rule.sums(batches, self._sharing, self._memory_budget)
+        require_finite(sums.input, sums.output)
         doubled = MomentSums(*(None if part is None else part.double() for part in sums))  # type: ignore[arg-type]
         self._total = doubled if self._total is None else self._total.plus(doubled)
 
@@ -59,6 +61,7 @@ class SquareSums:
     def add(self, batches: Sequence[LayerBatch]) -> None:
         """Take in one batch of the data."""
         total = sum_of_squares(batches, self.basis, self._memory_budget).double()
+        require_finite(total)
         self._total = total if self._total is None else self._total.add_(total)
 
     def theta(self, num_terms: int) -> Tensor:
@@ -194,4 +197,5 @@ def gradient_rows(batches: Sequence[LayerBatch], memory_budget: int) -> Iterator
         numbers = groups * (positions * (d_in + columns * d_out) + 2 * columns * d_in * d_out)
         for rows in batch.chunks(samples_within(memory_budget, numbers)):
             gradients = rows.per_sample_gradients()  # [K, G, N, d_out, d_in]
+            require_finite(gradients)
             yield gradients.transpose(0, 1).reshape(groups, -1, d_out * d_in)

@@ -40,7 +40,7 @@ def compare(
     model: nn.Module,
     loader: Iterable[Any],
     *,
-    approximations: Sequence[str] = ALL_METHODS,
+    approximations: str | Sequence[str] = ALL_METHODS,
     damping: float | None = None,
     exact_memory: int = DEFAULT_EXACT_MEMORY,
     probes: int = DEFAULT_PROBES,
@@ -66,9 +66,11 @@ def compare(
         spectra: whether to keep the eigenvalues of the exact blocks and the methods' diagonals.
         **keywords: see `tekfac.fisher.Options`.
     """
-    options = resolve("compare", keywords)
-    chosen = [Approximation.named(name) for name in approximations]
-    _check(chosen, damping, probes, confidence)
+    own = ("approximations", "damping", "exact_memory", "probes", "confidence", "spectra")
+    options = resolve("compare", keywords, own)
+    names = [approximations] if isinstance(approximations, str) else approximations
+    chosen = [Approximation.named(name) for name in names]
+    _check(chosen, damping, exact_memory, probes, confidence)
     survey = Survey(model, loader, options)
     first_of = {approximation.factor_choice: approximation for approximation in chosen}
     sums = {
@@ -281,12 +283,16 @@ def _squared_error(truth: LayerTruth, candidate: _Candidate) -> Interval:
     return Interval(*(max(0.0, value + candidate.known) for value in truth.squared_norm))
 
 
-def _check(chosen: Sequence[Approximation], damping: float | None, probes: int, confidence: float) -> None:
+def _check(
+    chosen: Sequence[Approximation], damping: float | None, exact_memory: int, probes: int, confidence: float
+) -> None:
     labels = [approximation.label for approximation in chosen]
     if not labels or len(set(labels)) < len(labels):
         raise ValueError(f"Invalid approximations: {labels}. Expected at least one method, each once.")
     if damping is not None and not 0 < damping < math.inf:
         raise ValueError(f"Invalid damping: {damping!r}. Expected a positive number, or None for tr F / d.")
+    if exact_memory < 0:
+        raise ValueError(f"Invalid exact_memory: {exact_memory!r}. Expected a number of bytes.")
     if probes < FEWEST_PROBES:
         raise ValueError(f"Invalid probes: {probes!r}. Expected at least {FEWEST_PROBES}, for an interval.")
     if not 0 < confidence < 1:

@@ -49,11 +49,11 @@ def estimate(
     Returns:
         The blocks by layer name. In a parameter's units they are those of one loss term: F is a mean.
     """
-    options = resolve("estimate", keywords)
+    options = resolve("estimate", keywords, ("method", "sharing", "checkpoint", "checkpoint_seconds"))
     approximation = Approximation.named(method, sharing)
     what = {"method": approximation.method.name, "sharing": approximation.sharing}
-    metadata = {**what, **metadata_of(model, options)}
     survey = Survey(model, loader, options)
+    metadata = {**what, **metadata_of(model, options)}
     if checkpoint is not None:
         sizes = {
             name: list(shape) for n in survey.layers.values() for name, shape in n.shape.parameters.items()
@@ -93,7 +93,7 @@ def exact_blocks(
     Raises:
         ValueError: if a layer that was asked for by name is too large, or all layers are.
     """
-    options = resolve("exact_blocks", keywords)
+    options = resolve("exact_blocks", keywords, ("limit",))
     survey = Survey(model, loader, options)
     too_large = {n: layer.shape.size for n, layer in survey.layers.items() if layer.shape.size > limit}
     if too_large and (options.layers is not None or len(too_large) == len(survey.layers)):

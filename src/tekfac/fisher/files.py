@@ -14,9 +14,15 @@ from tekfac.extras import require
 KEY = "tekfac"
 
 
+def require_safetensors(purpose: str) -> Any:
+    """The package, or an error that names its extra, before any work is done."""
+    require("safetensors", purpose)
+    return require("safetensors.torch", purpose)
+
+
 def write(path: str | Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, Any]) -> None:
     """Write to a neighbouring file first, then put it in place."""
-    safetensors = require("safetensors.torch", "Saving Fisher blocks")
+    safetensors = require_safetensors("Saving Fisher blocks")
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     unfinished = path.with_name(f"{path.name}.unfinished")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from numbers import Integral
 from typing import Any, TypedDict
@@ -55,6 +55,8 @@ class Options:
         as_likelihood(self.likelihood)
         if isinstance(self.layers, str):
             object.__setattr__(self, "layers", [self.layers])
+        if not isinstance(self.batch_dim, int) or isinstance(self.batch_dim, bool):
+            raise ValueError(f"Invalid batch_dim: {self.batch_dim!r}. Expected an axis of the model's outputs.")
         for name in ("memory_budget", "seed"):
             value = getattr(self, name)
             if not isinstance(value, Integral) or isinstance(value, bool) or value < 0:
@@ -76,12 +78,12 @@ class Keywords(TypedDict, total=False):
     progress: bool
 
 
-def resolve(function: str, keywords: Mapping[str, Any]) -> Options:
-    """The checked options of a function.
+def resolve(function: str, keywords: Mapping[str, Any], own: Sequence[str]) -> Options:
+    """The checked options of a function that has keywords of its own beside them.
 
     Raises:
         TypeError: for a keyword that does not exist.
         ValueError: for a value that does not fit.
     """
-    require_keywords(f"fisher.{function}", keywords, [field.name for field in fields(Options)])
+    require_keywords(f"fisher.{function}", keywords, [*own, *(field.name for field in fields(Options))])
     return Options(**keywords)

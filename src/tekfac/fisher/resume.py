@@ -28,11 +28,20 @@ class Count:
         batches: how many batches.
         samples: how many samples.
         terms: M, the number of loss terms.
+        checksum: a sum over the data that does not depend on their order.
+        magnitude: what the rounding of that sum goes by.
     """
 
     batches: int = 0
     samples: int = 0
     terms: int = 0
+    checksum: float = 0.0
+    magnitude: float = 0.0
+
+    def of_same_data_as(self, other: Count) -> bool:
+        """Whether two passes have seen the same samples, in whatever order."""
+        same_sums = abs(self.checksum - other.checksum) <= 1e-9 * max(self.magnitude, other.magnitude)
+        return (self.samples, self.terms) == (other.samples, other.terms) and same_sums
 
 
 class HasState(Protocol):
@@ -82,6 +91,7 @@ class Resume:
     """
 
     def __init__(self, path: str | Path, signature: Mapping[str, Any], seconds: float) -> None:
+        files.require_safetensors("checkpoint=")
         self._path = Path(path)
         self._signature = dict(signature)
         self._seconds = seconds

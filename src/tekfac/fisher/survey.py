@@ -15,8 +15,9 @@ import torch
 from torch import Tensor, nn
 
 from tekfac.capture import Capture
+from tekfac.curvature import NonFiniteStatisticsError
 from tekfac.extras import require
-from tekfac.fisher.batch import fingerprint, map_tensors
+from tekfac.fisher.batch import checksum, fingerprint, map_tensors
 from tekfac.fisher.options import Options
 from tekfac.fisher.resume import Count, HasState, Resume
 from tekfac.groups import take_inventory
@@ -109,14 +110,19 @@ class Survey:
                 continue
             captured = self._capture(capture, batch, index, gradient)
             for name, batches in captured.items():
-                for collector in collectors.get(name, ()):
-                    collector.add(batches)
-            self._add_up(captured)
+                try:
+                    for collector in collectors.get(name, ()):
+                        collector.add(batches)
+                except NonFiniteStatisticsError as error:
+                    raise ValueError(f"Batch {index} of the data, layer {name!r}: {error}.") from error
+            self._add_up(captured, batch)
             seen.update(captured)
             if resume is not None:
                 resume.note(title, self.count, seen, collectors, capture.sampling, fingerprint(batch))
         if resume is not None and self.count.batches:
             resume.finish(title, collectors, capture.sampling)
+        if gradient:
+            self.gradients = {name: total / max(1, self.count.terms) for name, total in self.gradients.items()}
         return seen
 
     def _taken_up(
@@ -136,25 +142,35 @@ class Survey:
     # -- one batch ---------------------------------------------------------------------------------------
 
     def _capture(self, capture: Capture, batch: Any, index: int, gradient: bool) -> dict[str, list[LayerBatch]]:
+        """What each layer saw of a batch; the gradient of the loss, if asked for, is added to the others."""
         capture.clear()
         device = next(self._model.parameters()).device
-        with torch.enable_grad():
-            loss, outputs = self._loss(map_tensors(batch, lambda tensor: tensor.to(device)))
-            ends = [outputs] if outputs is not None and not gradient else self._parameters()
-            gradients = torch.autograd.grad(loss, ends, allow_unused=True)
+        with torch.inference_mode(False), torch.enable_grad():
+            loss, outputs = self._loss(map_tensors(batch, lambda tensor: _usable(tensor, device)))
+            parameters = [p for layer in self.layers.values() for p in layer.parameters if p.requires_grad]
+            if not parameters or not loss.requires_grad:
+                raise ValueError(
+                    "The loss depends on no layer whose parameters require gradients. Unfreeze those to look "
+                    "at: model.requires_grad_(True)."
+                )
+            if gradient or outputs is None:
+                parts = torch.autograd.grad(loss, parameters, allow_unused=True)
+            else:  # the outputs are far enough for the hooks
+                torch.autograd.grad(loss, outputs)
         if capture.problems:
             raise ValueError(f"Batch {index} of the data cannot be measured: {'; '.join(capture.problems)}.")
         if gradient:
-            terms = _terms(capture.batches)
-            scale = 1 if self._options.loss_reduction == "sum" else terms
-            parts = iter(gradients)
-            for name, layer in self.layers.items():
-                weight = next(parts)
-                bias = None if layer.bias is None else next(parts)
-                if weight is not None:
-                    matrix = layer.to_matrix(weight, bias).double() * scale
-                    self.gradients[name] = self.gradients.get(name, 0) + matrix
+            terms = 1 if self._options.loss_reduction == "sum" else _terms(capture.batches)
+            self._add_gradients(dict(zip(parameters, parts, strict=True)), terms)
         return capture.batches
+
+    def _add_gradients(self, gradients: Mapping[Tensor, Tensor | None], terms: int) -> None:
+        for name, layer in self.layers.items():
+            weight = gradients.get(layer.weight)
+            if weight is not None:
+                bias = None if layer.bias is None else gradients.get(layer.bias)
+                total = layer.to_matrix(weight, bias).double() * terms
+                self.gradients[name] = total + self.gradients.get(name, 0)
 
     def _loss(self, batch: Any) -> tuple[Tensor, Tensor | None]:
         """The loss of a batch and, where they are known, the outputs it is a function of."""
@@ -180,6 +196,10 @@ class Survey:
         outputs = (self._options.outputs or find_outputs)(returned)
         self._likelihood.check(outputs)
         axis = self._options.batch_dim
+        if not -outputs.ndim <= axis < outputs.ndim:
+            raise ValueError(
+                f"Invalid batch_dim: {axis!r}. Expected an axis of the outputs, of shape {list(outputs.shape)}."
+            )
         if targets is not None and targets.ndim > axis % outputs.ndim:
             targets = targets.movedim(axis, 0)
         terms = self._likelihood.losses(outputs.movedim(axis, 0), targets)
@@ -188,13 +208,15 @@ class Survey:
         counted = terms.counted if self._options.loss_reduction == "mean" else terms.counted.any(1)
         return terms.total / counted.sum().clamp_min(1), outputs
 
-    def _parameters(self) -> list[nn.Parameter]:
-        return [parameter for layer in self.layers.values() for parameter in layer.parameters]
-
-    def _add_up(self, captured: Mapping[str, Sequence[LayerBatch]]) -> None:
+    def _add_up(self, captured: Mapping[str, Sequence[LayerBatch]], batch: Any) -> None:
         samples = max((sum(b.shape.samples for b in batches) for batches in captured.values()), default=0)
+        total, size = checksum(batch)
         self.count = Count(
-            self.count.batches + 1, self.count.samples + samples, self.count.terms + _terms(captured)
+            self.count.batches + 1,
+            self.count.samples + samples,
+            self.count.terms + _terms(captured),
+            self.count.checksum + total,
+            self.count.magnitude + size,
         )
 
     # -- around a pass -----------------------------------------------------------------------------------
@@ -240,23 +262,17 @@ class Survey:
                 f"No layer saw anything in {count.batches} batch(es). Are all targets ignored, all layers "
                 "frozen (requires_grad=False), or is the model not called itself, model(x), by the loss?"
             )
-        if (
-            self._passes > 1
-            and before.batches
-            and (count.samples, count.terms) != (before.samples, before.terms)
-        ):
+        if before.batches and not count.of_same_data_as(before):
             raise ValueError(
                 f"The pass for the {title} saw {count.samples} samples and {count.terms} loss terms, the one "
-                f"before it {before.samples} and {before.terms}. The loader must give the same data in every "
-                "pass."
+                f"before it {before.samples} and {before.terms}, or other numbers in them. The loader must "
+                "give the same data in every pass: no random augmentation, no sampler that draws anew."
             )
         unseen = [name for name in self.layers if name not in seen]
         if unseen and self._passes == 1:
             logger.warning(
                 "No block of %s: no gradient reached it.", ", ".join(f"layer {name!r}" for name in unseen)
             )
-        if self.gradients:
-            self.gradients = {name: total / count.terms for name, total in self.gradients.items()}
 
 
 def _chosen_layers(model: nn.Module, names: Iterable[str] | None) -> dict[str, Layer]:
@@ -272,6 +288,8 @@ def _chosen_layers(model: nn.Module, names: Iterable[str] | None) -> dict[str, L
         raise ValueError(f"Found no layer with a Fisher block in {type(model).__name__}. Supported: {kinds}.")
     if names is not None:
         names = list(names)
+        if not names:
+            raise ValueError(f"layers=[] names no layer. The layers are {', '.join(map(repr, layers))}.")
         for name in names:
             if name not in layers:
                 why = inventory.reasons.get(f"{name}.weight")
@@ -285,6 +303,11 @@ def _chosen_layers(model: nn.Module, names: Iterable[str] | None) -> dict[str, L
     if others:
         logger.info("Parameters without a Fisher block: %s.", ", ".join(others))
     return layers
+
+
+def _usable(tensor: Tensor, device: torch.device) -> Tensor:
+    """The tensor on the model's device, in a form that autograd takes."""
+    return (tensor.clone() if tensor.is_inference() else tensor).to(device)
 
 
 def _terms(captured: Mapping[str, Sequence[LayerBatch]]) -> int:
