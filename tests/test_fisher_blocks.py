@@ -12,12 +12,12 @@ import torch
 from torch import Tensor
 
 import oracle
-from dense import METHODS, assert_close, measured, sharings
+from dense import METHODS, assert_close, measured
 from layer_kinds import (
-    BIASES,
     KINDS,
     assert_blocks_agree,
     case_of,
+    expected_block,
     expected_factors,
     fisher_of,
     groups_of,
@@ -26,15 +26,18 @@ from layer_kinds import (
     random_basis,
     samples_of,
 )
-from tekfac import KFAC, TKFAC, fisher
+from tekfac import fisher
 from tekfac.blocks import Block, DenseBlock, GramBlock, KroneckerBlock
 from tekfac.eigenbasis import decompose
 from tekfac.factors import KroneckerFactors
 from tekfac.layers import LayerShape
 from tekfac.natural_gradient import NaturalGradient
 
+CASES = [(kind, True) for kind in KINDS] + [(kind, False) for kind in ("linear", "conv2d", "grouped")]
+every_case = pytest.mark.parametrize(
+    ("kind", "bias"), CASES, ids=[kind if bias else f"{kind}, no bias" for kind, bias in CASES]
+)
 every_kind = pytest.mark.parametrize("kind", KINDS)
-every_bias = pytest.mark.parametrize("bias", BIASES, ids=["bias", "no bias"])
 DAMPINGS = (1.0, 1e-2)  # of the mean eigenvalue
 
 
@@ -141,29 +144,22 @@ def columns_of(function: Callable[[Tensor], Tensor], block: Block) -> Tensor:
 # -- to_dense ------------------------------------------------------------------------------------------
 
 
-@every_kind
-@every_bias
-@pytest.mark.parametrize(("method", "sharing"), [(m, s) for m in METHODS for s in sharings(m)])
+@every_case
+@pytest.mark.parametrize("method", METHODS)
 def test_the_dense_matrix_of_a_kronecker_block_is_that_of_the_definition(
-    kind: str, bias: bool, method: type[NaturalGradient], sharing: str
+    kind: str, bias: bool, method: type[NaturalGradient]
 ) -> None:
-    case, samples = case_of(kind, bias), samples_of(kind, bias)
-    block = measured(method, case.model, case.inputs, case.loss, fisher="empirical", sharing=sharing).curvature[
-        "layer"
+    block, samples = block_of(method.__name__, kind, bias), samples_of(kind, bias)
+    assert isinstance(block, KroneckerBlock)
+    assert_blocks_agree(method, samples, own_sharing(method), block)  # type: ignore[arg-type]
+    expected = [
+        expected_block(method, samples, own_sharing(method), block, group)  # type: ignore[arg-type]
+        for group in groups_of(samples)
     ]
-    assert_blocks_agree(method, samples, sharing, block)  # type: ignore[arg-type]
-    basis, size = block.basis, size_of_group(block.shape)
-    for group in groups_of(samples):
-        part = slice(group * size, (group + 1) * size)
-        q = torch.kron(basis.vectors_out[group].contiguous(), basis.vectors_in[group].contiguous())
-        expected = q @ torch.diag(block.rescaling[group].reshape(-1)) @ q.T
-        if method in (KFAC, TKFAC):
-            expected = expected_factors(method, samples, sharing, group).dense()
-        assert_close(block.to_dense()[part, part], expected)
+    assert_close(dense_of(method.__name__, kind, bias), torch.block_diag(*expected))
 
 
-@every_kind
-@every_bias
+@every_case
 @pytest.mark.parametrize("which", ["dense, of samples", "gram, of samples"])
 def test_the_dense_matrix_of_an_exact_block_is_the_mean_outer_product_of_autograds_gradients(
     kind: str, bias: bool, which: str
@@ -173,8 +169,7 @@ def test_the_dense_matrix_of_an_exact_block_is_the_mean_outer_product_of_autogra
     assert_close(dense_of(which, kind, bias), expected)
 
 
-@every_kind
-@every_bias
+@every_case
 @every_block
 def test_the_dense_matrix_is_symmetric_and_nothing_connects_two_groups(
     kind: str, bias: bool, which: str
@@ -189,8 +184,7 @@ def test_the_dense_matrix_is_symmetric_and_nothing_connects_two_groups(
         assert not between.any()
 
 
-@every_kind
-@every_bias
+@every_case
 @pytest.mark.parametrize("which", ["gram, fewer rows", "gram, more rows"])
 def test_the_dense_matrix_of_a_gram_block_divides_by_its_terms_not_by_its_rows(
     kind: str, bias: bool, which: str
@@ -201,8 +195,7 @@ def test_the_dense_matrix_of_a_gram_block_divides_by_its_terms_not_by_its_rows(
     assert_close(dense_of(which, kind, bias), dense_of_rows(block.rows, block.num_terms))
 
 
-@every_kind
-@every_bias
+@every_case
 @pytest.mark.parametrize("method", METHODS)
 def test_the_factors_of_a_kronecker_block_are_those_it_was_decomposed_from(
     kind: str, bias: bool, method: type[NaturalGradient]
@@ -219,8 +212,7 @@ def test_the_factors_of_a_kronecker_block_are_those_it_was_decomposed_from(
 # -- numbers -------------------------------------------------------------------------------------------
 
 
-@every_kind
-@every_bias
+@every_case
 @every_block
 def test_numbers_are_those_of_the_dense_matrix(kind: str, bias: bool, which: str) -> None:
     block, dense = block_of(which, kind, bias), dense_of(which, kind, bias)
@@ -234,8 +226,7 @@ def test_numbers_are_those_of_the_dense_matrix(kind: str, bias: bool, which: str
     assert_close(values, torch.linalg.eigvalsh(dense))
 
 
-@every_kind
-@every_bias
+@every_case
 @every_block
 def test_logdet_is_that_of_the_damped_dense_matrix(kind: str, bias: bool, which: str) -> None:
     block, dense = block_of(which, kind, bias), dense_of(which, kind, bias)
@@ -243,8 +234,7 @@ def test_logdet_is_that_of_the_damped_dense_matrix(kind: str, bias: bool, which:
         assert_close(block.logdet(damping), torch.logdet(dense + damping * identity(block.size)))
 
 
-@every_kind
-@every_bias
+@every_case
 @every_regular_block
 def test_logdet_of_a_regular_block_needs_no_damping(kind: str, bias: bool, which: str) -> None:
     assert_close(block_of(which, kind, bias).logdet(), torch.logdet(dense_of(which, kind, bias)))
@@ -253,8 +243,7 @@ def test_logdet_of_a_regular_block_needs_no_damping(kind: str, bias: bool, which
 # -- products ------------------------------------------------------------------------------------------
 
 
-@every_kind
-@every_bias
+@every_case
 @every_block
 def test_matvec_is_the_product_with_the_dense_matrix(kind: str, bias: bool, which: str) -> None:
     block, dense = block_of(which, kind, bias), dense_of(which, kind, bias)
@@ -264,8 +253,7 @@ def test_matvec_is_the_product_with_the_dense_matrix(kind: str, bias: bool, whic
     assert_close(product.reshape(-1), dense @ matrix.reshape(-1))
 
 
-@every_kind
-@every_bias
+@every_case
 @every_block
 def test_solve_is_the_solution_with_the_damped_dense_matrix(kind: str, bias: bool, which: str) -> None:
     block, dense = block_of(which, kind, bias), dense_of(which, kind, bias)
@@ -274,8 +262,7 @@ def test_solve_is_the_solution_with_the_damped_dense_matrix(kind: str, bias: boo
         assert_close(block.solve(matrix, damping), oracle.damped_solve(dense, damping, matrix))
 
 
-@every_kind
-@every_bias
+@every_case
 @every_regular_block
 def test_solve_of_a_regular_block_needs_no_damping(kind: str, bias: bool, which: str) -> None:
     block, dense = block_of(which, kind, bias), dense_of(which, kind, bias)
@@ -294,8 +281,7 @@ def test_a_damping_far_below_the_smallest_eigenvalue_costs_no_digits(kind: str, 
     assert_close(block.solve(matrix, damping), oracle.damped_solve(dense, damping, matrix))
 
 
-@every_kind
-@every_bias
+@every_case
 @every_block
 def test_the_square_root_is_the_positive_matrix_whose_square_is_the_block(
     kind: str, bias: bool, which: str
@@ -314,8 +300,7 @@ def test_the_square_root_is_the_positive_matrix_whose_square_is_the_block(
         assert_close(twice.reshape(-1), damped @ matrix.reshape(-1))
 
 
-@every_kind
-@every_bias
+@every_case
 @every_block
 def test_the_inverse_square_root_is_the_positive_matrix_whose_square_is_the_inverse(
     kind: str, bias: bool, which: str
@@ -331,8 +316,7 @@ def test_the_inverse_square_root_is_the_positive_matrix_whose_square_is_the_inve
         assert_close(there_and_back, normal(*block.matrix_shape))
 
 
-@every_kind
-@every_bias
+@every_case
 @every_regular_block
 def test_the_inverse_square_root_of_a_regular_block_needs_no_damping(kind: str, bias: bool, which: str) -> None:
     block, dense = block_of(which, kind, bias), dense_of(which, kind, bias)
@@ -372,8 +356,7 @@ def test_leading_axes_are_so_many_matrices_one_by_one(kind: str, which: str, ope
             assert_close(results[index], getattr(block, operation)(matrices[index], **keywords))
 
 
-@every_kind
-@every_bias
+@every_case
 @every_block
 def test_parameters_become_the_matrix_that_the_block_acts_on(kind: str, bias: bool, which: str) -> None:
     """Rows are outputs, of all groups one below the other; columns are inputs, the bias is the last."""

@@ -10,7 +10,7 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch import Tensor
 
-from tekfac.blocks import Block
+from tekfac.blocks import Block, checked_damping
 from tekfac.extras import require
 
 AnyBlock = TypeVar("AnyBlock", bound=Block, covariant=True)
@@ -123,13 +123,13 @@ class BlockDiagonal(Mapping[str, AnyBlock], Generic[AnyBlock]):
 
     def linear_operator(self, damping: Damping = 0.0) -> Any:
         """F + damping I as a `scipy.sparse.linalg.LinearOperator` on vectors."""
+        dampings = {block.name: checked_damping(self._damping_of(block, damping)) for block in self.values()}
 
         def product(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
             products = self.matvec(tensors)
             for block in self.values():
-                damping_of_block = self._damping_of(block, damping)
                 for name in block.shape.parameters:
-                    products[name] += damping_of_block * tensors[name].to(products[name])
+                    products[name] += dampings[block.name] * tensors[name].to(products[name])
             return products
 
         return self._operator(product)
@@ -141,11 +141,11 @@ class BlockDiagonal(Mapping[str, AnyBlock], Generic[AnyBlock]):
     def _operator(self, product: Callable[[dict[str, Tensor]], dict[str, Tensor]]) -> Any:
         linalg = require("scipy.sparse.linalg", "A linear operator")
         dtypes = [block.dtype for block in self.values()]
-        dtype = torch.float64 if torch.float64 in dtypes else torch.float32
+        number = "float64" if torch.float64 in dtypes else "float32"
 
         def on_columns(columns: Any) -> Any:
             """[size] or [size, k], as SciPy has it."""
-            vectors = torch.as_tensor(columns, dtype=dtype)
+            vectors = torch.from_numpy(columns.astype(number, order="C", copy=True))
             products = self.to_vector(product(self.from_vector(vectors.movedim(0, -1))))
             return products.movedim(-1, 0).cpu().numpy()
 
@@ -155,7 +155,7 @@ class BlockDiagonal(Mapping[str, AnyBlock], Generic[AnyBlock]):
             rmatvec=on_columns,
             matmat=on_columns,
             rmatmat=on_columns,
-            dtype=str(dtype).removeprefix("torch."),
+            dtype=number,
         )
 
     # -- helpers -----------------------------------------------------------------------------------------
@@ -183,16 +183,24 @@ class BlockDiagonal(Mapping[str, AnyBlock], Generic[AnyBlock]):
                 f"Expected one tensor for each parameter of the blocks ({'; '.join(problems)}). "
                 "BlockDiagonal.parameters has their names and shapes."
             )
+        found = {name: tuple(tensors[name].shape) for name in shapes}
         for name, shape in shapes.items():
-            found = tuple(tensors[name].shape)
-            if found[len(found) - len(shape) :] != shape or len(found) < len(shape):
-                raise ValueError(
-                    f"{name} has shape {list(found)}. Expected [..., {', '.join(map(str, shape))}]."
-                )
+            if found[name][len(found[name]) - len(shape) :] != shape or len(found[name]) < len(shape):
+                expected = ", ".join(map(str, shape))
+                raise ValueError(f"{name} has shape {list(found[name])}. Expected [..., {expected}].")
+        leading = {name: found[name][: len(found[name]) - len(shape)] for name, shape in shapes.items()}
+        if len(set(leading.values())) > 1:
+            axes = ", ".join(f"{name} {list(own)}" for name, own in leading.items())
+            raise ValueError(f"The tensors differ in their leading axes: {axes}. Expected the same for all.")
 
     def _damping_of(self, block: Block, damping: Damping) -> float:
         if not isinstance(damping, Mapping):
             return damping
+        unknown = [name for name in damping if name not in self]
+        if unknown:
+            raise ValueError(
+                f"The damping names {unknown}, which have no block. Those that have: {list(self)}."
+            )
         if block.name not in damping:
             raise ValueError(f"The damping of layer {block.name!r} is missing; it names {list(damping)}.")
         return damping[block.name]

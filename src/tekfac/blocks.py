@@ -93,11 +93,12 @@ class Block(ABC):
 
     def logdet(self, damping: float = 0.0) -> float:
         """log det(F + damping I); -inf for a singular matrix."""
-        damping = _checked_damping(damping)
+        damping = checked_damping(damping)
+        if damping == 0 and self._is_singular:
+            return -math.inf
         values = self._spectrum.flatten()
         zeros = self.size - len(values)
-        of_zeros = zeros * (math.log(damping) if damping else -math.inf) if zeros else 0.0
-        return float((values + damping).log().sum()) + of_zeros
+        return float((values + damping).log().sum()) + (zeros * math.log(damping) if zeros else 0.0)
 
     # -- products ----------------------------------------------------------------------------------------
 
@@ -116,7 +117,7 @@ class Block(ABC):
 
     def sqrt_matvec(self, matrix: Tensor, damping: float = 0.0) -> Tensor:
         """(F + damping I)^(1/2) vec(Z): from white noise Z to noise of covariance F, [..., d_out, d_in]."""
-        damping = _checked_damping(damping)
+        damping = checked_damping(damping)
         return self._of(lambda values: (values + damping).sqrt(), matrix)
 
     def inv_sqrt_matvec(self, matrix: Tensor, damping: float = 0.0) -> Tensor:
@@ -141,7 +142,21 @@ class Block(ABC):
     # -- parameters --------------------------------------------------------------------------------------
 
     def to_matrix(self, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        """Tensors [..., *shape] of the layer's weight and bias as a matrix, [..., d_out, d_in]."""
+        """Tensors [..., *shape] of the layer's weight and bias as a matrix, [..., d_out, d_in].
+
+        Raises:
+            ValueError: for tensors of other shapes.
+        """
+        leading = tuple(weight.shape[: weight.ndim - len(self.shape.weight)])
+        given = (weight,) if bias is None else (weight, bias)
+        expected = [(*leading, *shape) for shape in self.shape.parameters.values()]
+        if [tuple(tensor.shape) for tensor in given] != expected[: len(given)]:
+            found = [list(tensor.shape) for tensor in given]
+            shapes = [f"[..., {', '.join(map(str, shape))}]" for shape in self.shape.parameters.values()]
+            raise ValueError(
+                f"Layer {self.name!r} got tensors of shape {found}. Expected {' and '.join(shapes)}, with the "
+                "same leading axes."
+            )
         return self.shape.to_matrix(weight, bias).flatten(-3, -2)
 
     def from_matrix(self, matrix: Tensor) -> tuple[Tensor, ...]:
@@ -168,17 +183,23 @@ class Block(ABC):
         matrices = self._split(matrix).to(device=self.device, dtype=self.dtype)
         return self._apply(function, matrices).flatten(-3, -2)
 
+    @property
+    def _is_singular(self) -> bool:
+        """Whether the smallest eigenvalue is 0, as far as the precision tells."""
+        values = self._spectrum
+        if values.numel() < self.size:
+            return True
+        return float(values.min()) <= torch.finfo(self.dtype).eps * float(values.max())
+
     def _invertible_with(self, damping: float) -> float:
-        damping = _checked_damping(damping)
-        if damping == 0:
-            values = self._spectrum
-            smallest = 0.0 if values.numel() < self.size else float(values.min())
-            if smallest <= torch.finfo(self.dtype).eps * float(values.max()):
-                raise ValueError(
-                    f"The block of layer {self.name!r} is singular: its eigenvalues go from {smallest:.3g} to "
-                    f"{float(values.max()):.3g}. Give a damping > 0; trace() / size, here "
-                    f"{self.trace() / self.size:.3g}, is the mean eigenvalue."
-                )
+        damping = checked_damping(damping)
+        if damping == 0 and self._is_singular:
+            values = self.eigenvalues()
+            raise ValueError(
+                f"The block of layer {self.name!r} is singular: its eigenvalues go from {float(values[0]):.3g} "
+                f"to {float(values[-1]):.3g}. Give a damping > 0; trace() / size, here "
+                f"{self.trace() / self.size:.3g}, is the mean eigenvalue."
+            )
         return damping
 
     def _require_small(self, limit: int) -> None:
@@ -368,14 +389,21 @@ class GramBlock(Block):
 
     def _apply(self, function: SpectralFunction, matrices: Tensor) -> Tensor:
         values, vectors = self._eigen
-        at_zero = function(values.new_zeros(()))
         flat = matrices.flatten(-2)
         coordinates = torch.einsum("gdr,...gd->...gr", vectors, flat)
-        beyond = torch.einsum("gdr,...gr->...gd", vectors, (function(values) - at_zero) * coordinates)
-        return (at_zero * flat + beyond).reshape(matrices.shape)
+        inside = torch.einsum("gdr,...gr->...gd", vectors, function(values) * coordinates)
+        if values.shape[1] < flat.shape[-1] or not bool((values > 0).all()):
+            projected = torch.einsum("gdr,...gr->...gd", vectors, coordinates)
+            inside = inside + function(values.new_zeros(())) * (flat - projected)
+        return inside.reshape(matrices.shape)
 
 
-def _checked_damping(damping: float) -> float:
+def checked_damping(damping: float) -> float:
+    """The damping as a float.
+
+    Raises:
+        ValueError: if it is no finite number, or negative.
+    """
     if not isinstance(damping, Real) or isinstance(damping, bool) or not 0 <= float(damping) < math.inf:
         raise ValueError(f"Invalid damping: {damping!r}. Expected a number that is not negative.")
     return float(damping)

@@ -23,7 +23,7 @@ import logging
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -62,6 +62,8 @@ class Capture:
         batches: what was captured since the last `clear`, by layer name, one entry per forward pass.
         problems: what kept a forward pass from being captured, in words.
         sampling: the generator of drawn labels.
+        counted: which terms of the next backward pass count, [N, P], where that is known. Otherwise the
+            gradient tells: a term without any does not count, unless its prediction is certain.
 
     An optimizer watches forward passes in training mode whose backward pass leads to parameters. With
     `only_training=False` the mode does not matter, and a backward pass that ends at the outputs will do.
@@ -87,6 +89,7 @@ class Capture:
         self.batches: dict[str, list[LayerBatch]] = {}
         self.problems: list[str] = []
         self.sampling = Sampling(seed)
+        self.counted: Tensor | None = None
         self._likelihood = likelihood
         self._fisher = fisher
         self._loss_reduction = loss_reduction
@@ -192,6 +195,8 @@ class Capture:
             return
         outputs, gradient = outputs.movedim(self._batch_dim, 0), gradient.movedim(self._batch_dim, 0)
         prediction = self._likelihood.predict(outputs, gradient)
+        if self.counted is not None:
+            prediction = replace(prediction, counted=self.counted)
         if prediction.doubt is not None:
             self._warn_once(prediction.doubt)
         num_terms = self._num_terms(prediction)

@@ -165,9 +165,10 @@ class Categorical(Likelihood):
             return 1 if self.class_dim is None else self.class_dim % outputs.ndim
         shape = list(outputs.shape)
         if targets is not None:
-            for axis in (1, outputs.ndim - 1):
-                if list(targets.shape) == shape[:axis] + shape[axis + 1 :]:
-                    return axis
+            without = {axis: shape[:axis] + shape[axis + 1 :] for axis in (1, outputs.ndim - 1)}
+            fitting = [axis for axis in without if list(targets.shape) in (without[axis], shape)]
+            if len(fitting) == 1:
+                return fitting[0]
         raise OutputShapeError(
             f"Cannot tell which axis of the outputs, of shape {shape}, holds the classes: there are "
             f"{'no targets' if targets is None else f'targets of shape {list(targets.shape)}'}. Expected "

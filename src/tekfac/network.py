@@ -59,10 +59,9 @@ class NetworkCurvature:
     def block_diagonal(self) -> BlockDiagonal[KroneckerBlock]:
         """The present blocks as a matrix; later refreshes do not change it."""
         return BlockDiagonal(
-            KroneckerBlock(
-                self.layers[name].shape, block.basis, None if block.theta is None else block.theta.values[0]
-            )
-            for name, block in self._blocks.items()
+            KroneckerBlock(layer.shape, block.basis, None if block.theta is None else block.theta.values[0])
+            for name, layer in self.layers.items()
+            if (block := self._blocks.get(name)) is not None
         )
 
     def natural_gradients(self, rules: Mapping[str, DampingRule]) -> dict[Tensor, Tensor]:

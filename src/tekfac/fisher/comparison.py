@@ -141,13 +141,17 @@ class Comparison:
     metadata: Mapping[str, Any]
 
     def row(self, layer: str, approximation: str) -> Row:
-        """One row.
+        """One row, by the layer's name and "KFAC" or "kfac:reduce".
 
         Raises:
             KeyError: if there is none.
         """
+        labels = {a.label.lower(): a.label for a in self.compared}
+        label = labels.get(approximation.lower())
+        if label is None and ":" in approximation:
+            label = Approximation.named(approximation).label
         for row in self.rows:
-            if (row.layer, row.approximation.lower()) == (layer, approximation.lower()):
+            if (row.layer, row.approximation) == (layer, label):
                 return row
         raise KeyError(
             f"No row of layer {layer!r} and {approximation!r}. Layers: {', '.join(map(repr, self.truths))}; "

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from tekfac.fisher.options import Options
+from tekfac.likelihoods import Likelihood
 from tekfac.version import __version__
 
 
@@ -16,13 +17,22 @@ def metadata_of(model: nn.Module, options: Options) -> dict[str, Any]:
     """The options that matter to the result, a hash of the model, and the versions."""
     return {
         "fisher": options.fisher,
-        "likelihood": options.likelihood if isinstance(options.likelihood, str) else repr(options.likelihood),
+        "likelihood": _in_words(options.likelihood),
         "loss_reduction": options.loss_reduction,
         "seed": options.seed,
         "model": fingerprint(model),
         "tekfac": __version__,
         "torch": torch.__version__,
     }
+
+
+def _in_words(likelihood: object) -> str:
+    """The same words in every process: no addresses."""
+    if isinstance(likelihood, str):
+        return likelihood
+    if isinstance(likelihood, Likelihood):
+        return repr(likelihood)
+    return f"{getattr(likelihood, '__module__', '?')}.{getattr(likelihood, '__qualname__', '?')}"
 
 
 def fingerprint(model: nn.Module) -> str:

@@ -78,10 +78,11 @@ class Survey:
             ValueError: for a loader that is empty, or that gave other data than in the pass before, and for
                 outputs that are not finite.
         """
-        if self._passes and iter(self._loader) is self._loader:
+        if isinstance(self._loader, Iterator) and (self._passes or self.resume is not None):
+            why = "need another pass over the data" if self._passes else "are to be taken up from a checkpoint"
             raise ValueError(
-                f"The {title} need another pass over the data, but the loader, a "
-                f"{type(self._loader).__name__}, can be read only once. Give a DataLoader or a list of batches."
+                f"The {title} {why}, but the loader, a {type(self._loader).__name__}, can be read only once. "
+                "Give a DataLoader or a list of batches."
             )
         before, self.count = self.count, Count()
         self._passes += 1
@@ -146,7 +147,7 @@ class Survey:
         capture.clear()
         device = next(self._model.parameters()).device
         with torch.inference_mode(False), torch.enable_grad():
-            loss, outputs = self._loss(map_tensors(batch, lambda tensor: _usable(tensor, device)))
+            loss, outputs, capture.counted = self._loss(map_tensors(batch, lambda t: _usable(t, device)))
             parameters = [p for layer in self.layers.values() for p in layer.parameters if p.requires_grad]
             if not parameters or not loss.requires_grad:
                 raise ValueError(
@@ -172,15 +173,16 @@ class Survey:
                 total = layer.to_matrix(weight, bias).double() * terms
                 self.gradients[name] = total + self.gradients.get(name, 0)
 
-    def _loss(self, batch: Any) -> tuple[Tensor, Tensor | None]:
-        """The loss of a batch and, where they are known, the outputs it is a function of."""
-        if self._options.loss is not None:
-            return self._options.loss(self._model, batch), None
+    def _loss(self, batch: Any) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """The loss of a batch and, where known, the outputs it is a function of and the terms that count."""
+        options = self._options
+        if options.loss is not None:
+            return options.loss(self._model, batch), None, None
         if isinstance(batch, Mapping):
             returned, targets = self._model(**batch), None
-            loss = getattr(returned, "loss", None)
+            loss = returned.get("loss") if isinstance(returned, Mapping) else getattr(returned, "loss", None)
             if isinstance(loss, Tensor):
-                return loss, None
+                return loss, None, None
         elif isinstance(batch, tuple | list):
             if len(batch) != 2:
                 raise ValueError(
@@ -191,22 +193,23 @@ class Survey:
             returned, targets = self._model(batch[0]), batch[1]
         else:
             returned, targets = self._model(batch), None
-        if targets is None and self._options.fisher == "empirical":
+        if targets is None and options.fisher == "empirical":
             raise ValueError("fisher='empirical' needs targets: batches of (inputs, targets), or loss=...")
-        outputs = (self._options.outputs or find_outputs)(returned)
+        outputs = (options.outputs or find_outputs)(returned)
         self._likelihood.check(outputs)
-        axis = self._options.batch_dim
-        if not -outputs.ndim <= axis < outputs.ndim:
+        if not -outputs.ndim <= options.batch_dim < outputs.ndim:
             raise ValueError(
-                f"Invalid batch_dim: {axis!r}. Expected an axis of the outputs, of shape {list(outputs.shape)}."
+                f"Invalid batch_dim: {options.batch_dim!r}. Expected an axis of the outputs, of shape "
+                f"{list(outputs.shape)}."
             )
-        if targets is not None and targets.ndim > axis % outputs.ndim:
+        axis = options.batch_dim % outputs.ndim
+        if targets is not None and targets.ndim > axis:
             targets = targets.movedim(axis, 0)
         terms = self._likelihood.losses(outputs.movedim(axis, 0), targets)
-        if self._options.loss_reduction == "sum":
-            return terms.total, outputs
-        counted = terms.counted if self._options.loss_reduction == "mean" else terms.counted.any(1)
-        return terms.total / counted.sum().clamp_min(1), outputs
+        if options.loss_reduction == "sum":
+            return terms.total, outputs, terms.counted
+        counted = terms.counted if options.loss_reduction == "mean" else terms.counted.any(1)
+        return terms.total / counted.sum().clamp_min(1), outputs, terms.counted
 
     def _add_up(self, captured: Mapping[str, Sequence[LayerBatch]], batch: Any) -> None:
         samples = max((sum(b.shape.samples for b in batches) for batches in captured.values()), default=0)
