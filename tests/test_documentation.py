@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tekfac import TEKFAC
+from tekfac import TEKFAC, fisher
 from tekfac.settings import DESCRIPTIONS
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -32,30 +32,34 @@ def blocks(page: str) -> list[str]:
     return re.findall(r"^```python\n(.*?)^```", (ROOT / page).read_text(), flags=re.DOTALL | re.MULTILINE)
 
 
-@pytest.mark.parametrize("page", ["README.md", "docs/settings.md"])
-def test_every_python_block_runs(page: str) -> None:
-    loader = [(torch.randn(8, 1, 5, 5), torch.randint(3, (8,))) for _ in range(2)]
-    assert blocks(page)
-    for code in blocks(page):
-        names: dict[str, Any] = {"model": Model(), "loader": loader, "F": F, "nn": nn, "TEKFAC": TEKFAC}
-        exec(code, names)
-        assert isinstance(names["optimizer"], TEKFAC)
-
-
-def test_every_python_block_about_the_fisher_runs_in_order(tmp_path: Path) -> None:
-    model = Model()
+def surroundings(**more: Any) -> dict[str, Any]:
+    """What the examples take for granted: a model with a loss, data, and the usual imports."""
     loader = [(torch.randn(8, 1, 5, 5), torch.randint(3, (8,))) for _ in range(2)]
 
     def loss_of(model: nn.Module) -> Tensor:
         x, y = loader[0]
         return F.cross_entropy(model(x), y)
 
-    names: dict[str, Any] = {"torch": torch, "TEKFAC": TEKFAC, "folder": tmp_path}
-    names |= {"model": model, "loader": loader, "loss_of": loss_of}
-    assert len(blocks("docs/fisher.md")) == 5
-    for code in blocks("docs/fisher.md"):
+    names = {"torch": torch, "F": F, "nn": nn, "TEKFAC": TEKFAC, "loss_of": loss_of}
+    return {"model": Model(), "loader": loader, **names, **more}
+
+
+def test_every_python_block_about_the_settings_runs_by_itself() -> None:
+    assert blocks("docs/settings.md")
+    for code in blocks("docs/settings.md"):
+        names = surroundings()
         exec(code, names)
-    assert (tmp_path / "comparison.csv").exists()
+        assert isinstance(names["optimizer"], TEKFAC)
+
+
+@pytest.mark.parametrize(("page", "count"), [("README.md", 2), ("docs/fisher.md", 5)])
+def test_the_python_blocks_of_a_page_run_one_after_the_other(page: str, count: int, tmp_path: Path) -> None:
+    names = surroundings(folder=tmp_path)
+    assert len(blocks(page)) == count
+    for code in blocks(page):
+        exec(code, names)
+    assert isinstance(names["optimizer"], TEKFAC)
+    assert isinstance(names["blocks"], fisher.BlockDiagonal)
 
 
 def test_every_link_between_pages_leads_somewhere() -> None:
