@@ -445,3 +445,42 @@ def test_a_layer_without_a_block_is_named_with_those_that_have_one() -> None:
 def test_it_shows_its_blocks() -> None:
     assert "'conv': KroneckerBlock of 10 rows" in repr(blocks_of("tekfac"))
     assert "'head': DenseBlock of 111 rows" in repr(blocks_of("exact"))
+
+
+def test_the_whole_matrix_can_be_formed_in_the_order_of_vectors() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).double()
+    blocks = fisher.estimate(model, [torch.randn(9, 3).double()])
+    dense, vector = blocks.to_dense(), torch.randn(blocks.size).double()
+    assert_close(dense @ vector, blocks.to_vector(blocks.matvec(blocks.from_vector(vector))))
+    assert_close(torch.linalg.eigvalsh(dense), blocks.eigenvalues())
+    with pytest.raises(ValueError, match=r"26 rows, the limit is 10.*to_dense\(limit=26\)"):
+        blocks.to_dense(limit=10)
+
+
+def test_inner_products_are_summed_over_all_parameters() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).double()
+    blocks = fisher.estimate(model, [torch.randn(9, 3).double()])
+    first, second = (blocks.white_noise(2, 5) for _ in range(2))
+    expected = sum((first[name] * second[name]).flatten(2).sum(-1) for name in first)
+    assert_close(blocks.inner(first, second), torch.as_tensor(expected))
+
+
+def test_white_noise_follows_its_generator_and_is_white() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).double()
+    blocks = fisher.estimate(model, [torch.randn(9, 3).double()])
+    noise, again = (blocks.white_noise(4000, generator=torch.Generator().manual_seed(1)) for _ in range(2))
+    assert all(torch.equal(noise[name], again[name]) for name in blocks.parameters)
+    vectors = blocks.to_vector(noise)
+    assert vectors.dtype == torch.float64
+    covariance = vectors.mT @ vectors / len(vectors)
+    assert float((covariance - torch.eye(blocks.size)).abs().max()) < 0.1
+
+
+def test_select_takes_what_has_a_block() -> None:
+    model = nn.Sequential(nn.Linear(3, 4), nn.LayerNorm(4), nn.Linear(4, 2)).double()
+    blocks = fisher.estimate(model, [torch.randn(9, 3).double()])
+    selected = blocks.select(dict(model.named_parameters()))
+    assert list(selected) == ["0.weight", "0.bias", "2.weight", "2.bias"]

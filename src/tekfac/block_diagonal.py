@@ -10,7 +10,7 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch import Tensor
 
-from tekfac.blocks import Block, checked_damping
+from tekfac.blocks import DENSE_LIMIT, Block, checked_damping
 from tekfac.extras import require
 
 AnyBlock = TypeVar("AnyBlock", bound=Block, covariant=True)
@@ -66,6 +66,12 @@ class BlockDiagonal(Mapping[str, AnyBlock], Generic[AnyBlock]):
         """Rows of the whole matrix."""
         return sum(block.size for block in self.values())
 
+    @property
+    def dtype(self) -> torch.dtype:
+        """The widest of the blocks'."""
+        double = any(block.dtype == torch.float64 for block in self.values())
+        return torch.float64 if double else torch.float32
+
     def trace(self) -> float:
         """Sum of the eigenvalues."""
         return sum(block.trace() for block in self.values())
@@ -119,6 +125,43 @@ class BlockDiagonal(Mapping[str, AnyBlock], Generic[AnyBlock]):
             for (name, shape), part in zip(shapes.items(), parts, strict=True)
         }
 
+    def to_dense(self, limit: int = DENSE_LIMIT) -> Tensor:
+        """The whole matrix, [size, size], in the order of `to_vector`.
+
+        Raises:
+            ValueError: for more than `limit` rows.
+        """
+        if self.size > limit:
+            raise ValueError(
+                f"The matrix has {self.size} rows, the limit is {limit}. matvec, solve and linear_operator never "
+                f"form it; each block has a to_dense, too; to form it anyway, to_dense(limit={self.size})."
+            )
+        identity = torch.eye(self.size, dtype=self.dtype)
+        return self.to_vector(self.matvec(self.from_vector(identity)))
+
+    # -- dicts -------------------------------------------------------------------------------------------
+
+    def select(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Those of a model's tensors (parameters, gradients) that the matrix acts on."""
+        return {name: tensors[name] for name in self.parameters if name in tensors}
+
+    def inner(self, first: Mapping[str, Tensor], second: Mapping[str, Tensor]) -> Tensor:
+        """The inner products of tensors [..., *shape], summed over all parameters, [...]."""
+        return (self.to_vector(first) * self.to_vector(second)).sum(-1)
+
+    def white_noise(self, *leading: int, generator: torch.Generator | None = None) -> dict[str, Tensor]:
+        """Independent standard normal numbers, named and shaped [*leading, *shape] like the parameters.
+
+        `sqrt_matvec` and `inv_sqrt_matvec` turn it into noise of covariance F or its inverse.
+        """
+        return {
+            name: torch.randn(
+                *leading, *shape, generator=generator, dtype=block.dtype, device=generator and generator.device
+            ).to(block.device)
+            for block in self.values()
+            for name, shape in block.shape.parameters.items()
+        }
+
     # -- SciPy -------------------------------------------------------------------------------------------
 
     def linear_operator(self, damping: Damping = 0.0) -> Any:
@@ -140,8 +183,7 @@ class BlockDiagonal(Mapping[str, AnyBlock], Generic[AnyBlock]):
 
     def _operator(self, product: Callable[[dict[str, Tensor]], dict[str, Tensor]]) -> Any:
         linalg = require("scipy.sparse.linalg", "A linear operator")
-        dtypes = [block.dtype for block in self.values()]
-        number = "float64" if torch.float64 in dtypes else "float32"
+        number = str(self.dtype).removeprefix("torch.")
 
         def on_columns(columns: Any) -> Any:
             """[size] or [size, k], as SciPy has it."""

@@ -39,6 +39,8 @@ SpectralFunction = Callable[[Tensor], Tensor]
 class Block(ABC):
     """What all blocks can do. Matrices are [..., d_out, d_in] with any leading axes.
 
+    What is returned has the block's own precision and device, whatever was given.
+
     Attributes:
         shape: name and sizes of the layer.
     """
@@ -80,11 +82,11 @@ class Block(ABC):
 
     def trace(self) -> float:
         """Sum of the eigenvalues."""
-        return float(self._spectrum.sum())
+        return float(self._spectrum.double().sum())
 
     def frobenius_norm(self) -> float:
         """Root of the sum of squared eigenvalues."""
-        return float(self._spectrum.norm())
+        return float(self._spectrum.double().norm())
 
     def eigenvalues(self) -> Tensor:
         """All eigenvalues, ascending, [size]."""
@@ -98,7 +100,7 @@ class Block(ABC):
             return -math.inf
         values = self._spectrum.flatten()
         zeros = self.size - len(values)
-        return float((values + damping).log().sum()) + (zeros * math.log(damping) if zeros else 0.0)
+        return float((values.double() + damping).log().sum()) + (zeros * math.log(damping) if zeros else 0.0)
 
     # -- products ----------------------------------------------------------------------------------------
 
@@ -404,6 +406,7 @@ def checked_damping(damping: float) -> float:
     Raises:
         ValueError: if it is no finite number, or negative.
     """
-    if not isinstance(damping, Real) or isinstance(damping, bool) or not 0 <= float(damping) < math.inf:
+    number = damping.item() if isinstance(damping, Tensor) and damping.ndim == 0 else damping
+    if not isinstance(number, Real) or isinstance(number, bool) or not 0 <= float(number) < math.inf:
         raise ValueError(f"Invalid damping: {damping!r}. Expected a number that is not negative.")
-    return float(damping)
+    return float(number)
