@@ -133,8 +133,9 @@ class BlockDiagonal(Mapping[str, AnyBlock], Generic[AnyBlock]):
         """
         if self.size > limit:
             raise ValueError(
-                f"The matrix has {self.size} rows, the limit is {limit}. matvec, solve and linear_operator never "
-                f"form it; each block has a to_dense, too; to form it anyway, to_dense(limit={self.size})."
+                f"The matrix has {self.size} rows, the limit is {limit}. matvec, solve and linear_operator "
+                "never form it; each block has a to_dense, too. To form it anyway: "
+                f"to_dense(limit={self.size})."
             )
         identity = torch.eye(self.size, dtype=self.dtype)
         return self.to_vector(self.matvec(self.from_vector(identity)))
@@ -154,13 +155,14 @@ class BlockDiagonal(Mapping[str, AnyBlock], Generic[AnyBlock]):
 
         `sqrt_matvec` and `inv_sqrt_matvec` turn it into noise of covariance F or its inverse.
         """
-        return {
-            name: torch.randn(
-                *leading, *shape, generator=generator, dtype=block.dtype, device=generator and generator.device
-            ).to(block.device)
-            for block in self.values()
-            for name, shape in block.shape.parameters.items()
-        }
+        drawn_on = None if generator is None else generator.device
+
+        def draw(shape: tuple[int, ...], block: Block) -> Tensor:
+            noise = torch.randn(*leading, *shape, generator=generator, dtype=block.dtype, device=drawn_on)
+            return noise.to(block.device)
+
+        blocks = self.values()
+        return {name: draw(shape, b) for b in blocks for name, shape in b.shape.parameters.items()}
 
     # -- SciPy -------------------------------------------------------------------------------------------
 
