@@ -49,7 +49,7 @@ def main() -> None:
         "# The four approximations on a CNN\n\n"
         "What `tekfac fisher` gives for its own network: three convolutions with batch norm and two fully "
         "connected layers, trained by TEKFAC on digits, looked at along its training, on 512 images with the "
-        f"exact Fisher in double precision. The command took {seconds:.0f} s, training and figures included.\n\n"
+        f"exact Fisher in double precision. It took {seconds:.0f} s, training and figures included.\n\n"
         f"{pictures}\n\n"
         "Columns: the ratio of the traces; the relative Frobenius error; the cosine and the angle between "
         "(F̂ + λI)⁻¹g and (F + λI)⁻¹g with λ = tr F / d; how the exact block was looked at. Last, what is a "
