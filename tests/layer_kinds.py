@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any, Literal
 
+import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -289,3 +290,21 @@ def assert_blocks_agree(
     for group in groups_of(samples):
         expected = expected_block(method, samples, sharing, curvature, group)
         assert_close(dense_block(curvature, group), expected)
+
+
+every_kind = pytest.mark.parametrize("kind", KINDS)
+
+
+every_bias = pytest.mark.parametrize("bias", BIASES, ids=["bias", "no bias"])
+
+
+class Pool(nn.Module):
+    """Mean or sum over the positions of [N, T, d] or, with channels first, of [N, C, ...]."""
+
+    def __init__(self, how: str, channels_first: bool = False) -> None:
+        super().__init__()
+        self.how, self.channels_first = how, channels_first
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.flatten(2).mT if self.channels_first else x
+        return x.mean(1) if self.how == "mean" else x.sum(1)

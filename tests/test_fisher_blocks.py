@@ -12,11 +12,12 @@ import torch
 from torch import Tensor
 
 import oracle
-from dense import METHODS, assert_close, measured
+from dense import METHODS, assert_close, measured, normal
 from layer_kinds import (
     KINDS,
     assert_blocks_agree,
     case_of,
+    every_kind,
     expected_block,
     expected_factors,
     fisher_of,
@@ -37,12 +38,7 @@ CASES = [(kind, True) for kind in KINDS] + [(kind, False) for kind in ("linear",
 every_case = pytest.mark.parametrize(
     ("kind", "bias"), CASES, ids=[kind if bias else f"{kind}, no bias" for kind, bias in CASES]
 )
-every_kind = pytest.mark.parametrize("kind", KINDS)
 DAMPINGS = (1.0, 1e-2)  # of the mean eigenvalue
-
-
-def normal(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
 def shape_of(kind: str, bias: bool) -> LayerShape:

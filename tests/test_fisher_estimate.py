@@ -14,12 +14,22 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import oracle
-from dense import METHODS, assert_close, dense_block, measured, relative_error, sharings
+from dense import (
+    METHODS,
+    assert_close,
+    dense_block,
+    every_method,
+    measured,
+    normal,
+    relative_error,
+    seeded,
+    sharings,
+)
 from layer_kinds import (
-    BIASES,
-    KINDS,
     assert_blocks_agree,
     case_of,
+    every_bias,
+    every_kind,
     fisher_of,
     groups_of,
     own_sharing,
@@ -31,9 +41,6 @@ from tekfac.likelihoods import Categorical, Gaussian, Likelihood
 from tekfac.natural_gradient import NaturalGradient
 from training import Batch, assert_identical, backward, cnn, copied, images, mlp, train, vectors
 
-every_kind = pytest.mark.parametrize("kind", KINDS)
-every_bias = pytest.mark.parametrize("bias", BIASES, ids=["bias", "no bias"])
-every_method = pytest.mark.parametrize("method", METHODS)
 every_sharing = pytest.mark.parametrize(("method", "sharing"), [(m, s) for m in METHODS for s in sharings(m)])
 UNEQUAL = (5, 1, 8)
 
@@ -51,16 +58,6 @@ def all_of(samples: oracle.Samples) -> Tensor:
 
 def name_of(method: type[NaturalGradient]) -> str:
     return method.__name__.lower()
-
-
-def normal(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
-
-
-def seeded(build: Callable[[], nn.Module], seed: int = 0) -> nn.Module:
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        return build().double()
 
 
 # -- against the oracle --------------------------------------------------------------------------------

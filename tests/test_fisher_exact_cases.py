@@ -12,26 +12,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import oracle
-from dense import METHODS, assert_close, relative_error, sharings
-from layer_kinds import BIASES, fisher_of, groups_of, make_case, random_rows
+from dense import METHODS, assert_close, every_method, normal, relative_error, seeded, sharings
+from layer_kinds import Pool, every_bias, fisher_of, groups_of, make_case, random_rows
 from tekfac import EKFAC, KFAC, TEKFAC, TKFAC, fisher
 from tekfac.natural_gradient import NaturalGradient
 
-every_bias = pytest.mark.parametrize("bias", BIASES, ids=["bias", "no bias"])
-every_method = pytest.mark.parametrize("method", METHODS)
 every_sharing = pytest.mark.parametrize(("method", "sharing"), [(m, s) for m in METHODS for s in sharings(m)])
 OF_POSITIONS = [(KFAC, "expand"), (EKFAC, "expand"), (TKFAC, "exact"), (TEKFAC, "exact")]
 OF_POOLING = [(KFAC, "reduce"), (EKFAC, "reduce"), (TKFAC, "exact"), (TEKFAC, "exact")]
-
-
-def normal(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
-
-
-def seeded(build: Callable[[], nn.Module], seed: int = 0) -> nn.Module:
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        return build().double()
 
 
 def estimate(
@@ -295,18 +283,6 @@ def test_deep_linear_networks_whose_loss_is_a_mean_over_the_outputs(
     model, shape = LINEAR_NETWORKS["sequence"](True)
     loader = list(normal(5, *shape).split((2, 3)))
     assert_exact(method, model.double(), loader, sharing, likelihood="gaussian")
-
-
-class Pool(nn.Module):
-    """Mean or sum over the positions of [N, T, d] or, with channels first, of [N, C, ...]."""
-
-    def __init__(self, how: str, channels_first: bool = False) -> None:
-        super().__init__()
-        self.how, self.channels_first = how, channels_first
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = x.flatten(2).mT if self.channels_first else x
-        return x.mean(1) if self.how == "mean" else x.sum(1)
 
 
 @every_bias

@@ -13,7 +13,8 @@ import torch
 from scipy.sparse import linalg
 from torch import Tensor, nn
 
-from dense import assert_close
+from dense import assert_close, normal
+from layer_kinds import every_kind
 from tekfac import TEKFAC, fisher
 from tekfac.blocks import Block, GramBlock
 from training import assert_identical, images, mlp, train, vectors
@@ -25,10 +26,6 @@ DAMPINGS: Mapping[str, float | Mapping[str, float]] = {
     "one for each layer": {"conv": 0.3, "grouped": 0.01, "head": 2.0},
 }
 every_damping = pytest.mark.parametrize("damping", DAMPINGS)
-
-
-def normal(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
 @cache
@@ -56,7 +53,6 @@ KINDS: dict[str, Callable[[], fisher.BlockDiagonal[Any]]] = {
         for i, block in enumerate(fisher.exact_blocks(network(), images(1)).values())
     ),
 }
-every_kind = pytest.mark.parametrize("kind", KINDS)
 
 
 @cache

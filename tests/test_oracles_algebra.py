@@ -10,15 +10,25 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import oracle
-from dense import METHODS, assert_close, dense_block, gradient_step, measured, sharings, statistics
+from dense import (
+    METHODS,
+    assert_close,
+    dense_block,
+    every_method,
+    gradient_step,
+    measured,
+    normal,
+    sharings,
+    statistics,
+)
 from layer_kinds import (
-    BIASES,
-    KINDS,
     SAMPLES,
     all_rows,
     assert_blocks_agree,
     captured,
     case_of,
+    every_bias,
+    every_kind,
     expected_block,
     expected_factors,
     fisher_of,
@@ -38,16 +48,9 @@ from tekfac.natural_gradient import NaturalGradient
 from tekfac.precondition import precondition
 from tekfac.rescaling import product_of_eigenvalues
 
-every_kind = pytest.mark.parametrize("kind", KINDS)
-every_bias = pytest.mark.parametrize("bias", BIASES, ids=["bias", "no bias"])
-every_method = pytest.mark.parametrize("method", METHODS)
 method_and_sharing = pytest.mark.parametrize(
     ("method", "sharing"), [(method, sharing) for method in METHODS for sharing in sharings(method)]
 )
-
-
-def normal(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
 # -- 1: Kronecker products -----------------------------------------------------------------------------

@@ -9,22 +9,23 @@ from torch import Tensor, nn
 
 import oracle
 from dense import (
-    METHODS,
     assert_close,
     dense_block,
     dense_factors,
+    every_method,
     gradient_step,
     measured,
+    normal,
     relative_error,
     statistics,
 )
 from layer_kinds import (
-    BIASES,
     KINDS,
     Case,
     as_batch,
     assert_diagonalises,
     case_of,
+    every_bias,
     expected_block,
     expected_factors,
     fisher_of,
@@ -45,13 +46,7 @@ from tekfac.precondition import precondition
 from tekfac.rows import Rows
 
 CONVOLUTIONS = ("conv1d", "conv2d", "conv2d same", "conv3d", "grouped", "grouped 1d", "depthwise")
-every_bias = pytest.mark.parametrize("bias", BIASES, ids=["bias", "no bias"])
-every_method = pytest.mark.parametrize("method", METHODS)
 every_convolution = pytest.mark.parametrize("kind", CONVOLUTIONS)
-
-
-def normal(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
 # -- 25: factored damping ------------------------------------------------------------------------------

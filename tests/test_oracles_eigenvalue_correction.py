@@ -15,13 +15,13 @@ import oracle
 import tekfac.rescaling
 from dense import assert_close, dense_block, measured, relative_error, sharings
 from layer_kinds import (
-    BIASES,
-    KINDS,
     Case,
     as_batch,
     as_samples,
     captured,
     case_of,
+    every_bias,
+    every_kind,
     fisher_of,
     groups_of,
     random_basis,
@@ -47,8 +47,6 @@ from tekfac.rescaling import (
 from tekfac.rows import Rows
 
 BUDGET = 2**20
-every_kind = pytest.mark.parametrize("kind", KINDS)
-every_bias = pytest.mark.parametrize("bias", BIASES, ids=["bias", "no bias"])
 both_fishers = pytest.mark.parametrize("fisher", ["empirical", "exact"])
 corrected_and_sharing = pytest.mark.parametrize(
     ("method", "base", "sharing"),

@@ -11,16 +11,27 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import oracle
-from dense import METHODS, assert_close, dense_block, measured, relative_error, sharings
+from dense import (
+    METHODS,
+    assert_close,
+    dense_block,
+    every_method,
+    measured,
+    normal,
+    relative_error,
+    seeded,
+    sharings,
+)
 from layer_kinds import (
-    BIASES,
     KINDS,
+    Pool,
     all_rows,
     as_batch,
     as_samples,
     assert_blocks_agree,
     captured,
     case_of,
+    every_bias,
     fisher_of,
     groups_of,
     make_case,
@@ -32,19 +43,6 @@ from tekfac.curvature import Due, LayerCurvature, Recipe, refreshed
 from tekfac.likelihoods import Categorical, Gaussian
 from tekfac.natural_gradient import NaturalGradient
 from tekfac.rows import Rows
-
-every_bias = pytest.mark.parametrize("bias", BIASES, ids=["bias", "no bias"])
-every_method = pytest.mark.parametrize("method", METHODS)
-
-
-def normal(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
-
-
-def seeded(build: Callable[[], nn.Module], seed: int = 0) -> nn.Module:
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        return build().double()
 
 
 def curvature_of(method: type[NaturalGradient], rows: Rows, sharing: str | None = None) -> LayerCurvature:
@@ -153,18 +151,6 @@ def test_18_any_kronecker_block_is_found(method: type[NaturalGradient], position
 
 
 # -- 19, 20: deep linear networks ----------------------------------------------------------------------
-
-
-class Pool(nn.Module):
-    """Mean or sum over the positions of [N, T, d] or, with channels first, of [N, C, ...]."""
-
-    def __init__(self, how: str, channels_first: bool = False) -> None:
-        super().__init__()
-        self.how, self.channels_first = how, channels_first
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = x.flatten(2).mT if self.channels_first else x
-        return x.mean(1) if self.how == "mean" else x.sum(1)
 
 
 def gauss_newton(

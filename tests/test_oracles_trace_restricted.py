@@ -10,14 +10,14 @@ import oracle
 import tekfac.factors
 from dense import assert_close, dense_block, dense_factors, measured, relative_error, statistics
 from layer_kinds import (
-    BIASES,
-    KINDS,
     Case,
     all_rows,
     as_batch,
     as_samples,
     captured,
     case_of,
+    every_bias,
+    every_kind,
     fisher_of,
     groups_of,
     make_case,
@@ -42,8 +42,6 @@ from tekfac.rows import Rows
 
 BUDGET = 2**20
 SHARINGS = ("exact", "expand", "reduce")
-every_kind = pytest.mark.parametrize("kind", KINDS)
-every_bias = pytest.mark.parametrize("bias", BIASES, ids=["bias", "no bias"])
 every_sharing = pytest.mark.parametrize("sharing", SHARINGS)
 both_fishers = pytest.mark.parametrize("fisher", ["empirical", "exact"])
 

@@ -51,6 +51,11 @@ class Block(ABC):
 
     @property
     @abstractmethod
+    def _held(self) -> Tensor:
+        """One of its tensors, for its precision and device."""
+
+    @property
+    @abstractmethod
     def _spectrum(self) -> Tensor:
         """The eigenvalues that are not 0 by construction, in the layout of the kind."""
 
@@ -73,12 +78,12 @@ class Block(ABC):
     @property
     def dtype(self) -> torch.dtype:
         """Of everything computed here."""
-        return self._spectrum.dtype
+        return self._held.dtype
 
     @property
     def device(self) -> torch.device:
         """Where it is computed."""
-        return self._spectrum.device
+        return self._held.device
 
     def trace(self) -> float:
         """Sum of the eigenvalues."""
@@ -243,6 +248,10 @@ class KroneckerBlock(Block):
         )
 
     @property
+    def _held(self) -> Tensor:
+        return self.basis.vectors_in
+
+    @property
     def _spectrum(self) -> Tensor:
         return self.rescaling
 
@@ -291,14 +300,8 @@ class DenseBlock(Block):
         return dense
 
     @property
-    def dtype(self) -> torch.dtype:
-        """Of the matrix."""
-        return self.matrices.dtype
-
-    @property
-    def device(self) -> torch.device:
-        """Of the matrix."""
-        return self.matrices.device
+    def _held(self) -> Tensor:
+        return self.matrices
 
     def solve(self, matrix: Tensor, damping: float = 0.0) -> Tensor:
         """(F + damping I)^-1 vec(X), as a matrix, [..., d_out, d_in].
@@ -360,14 +363,8 @@ class GramBlock(Block):
         return products.reshape(matrix.shape)
 
     @property
-    def dtype(self) -> torch.dtype:
-        """Of the rows."""
-        return self.rows.dtype
-
-    @property
-    def device(self) -> torch.device:
-        """Of the rows."""
-        return self.rows.device
+    def _held(self) -> Tensor:
+        return self.rows
 
     @cached_property
     def gram(self) -> Tensor:
