@@ -112,7 +112,7 @@ def heat_maps(exact: Block, approximations: Mapping[str, Block]) -> Figure:
     scale = colors.SymLogNorm(linthresh=largest * 1e-3, vmin=-largest, vmax=largest)
     columns = 1 + len(dense)
     with _style():
-        figure = _figure(2 * (PAGE - 0.6) / columns + 0.45)
+        figure = _figure(2 * (PAGE - 0.6) / columns + 0.55)
         axes = figure.subplots(2, columns)
         look: dict[str, Any] = {"cmap": "RdBu_r", "norm": scale, "interpolation": "nearest", "rasterized": True}
         image = axes[0, 0].imshow(truth.numpy(), **look)
