@@ -246,8 +246,8 @@ def test_probes_are_those_of_the_seed() -> None:
 
 
 def dense_bytes(d_out: int, d_in: int) -> int:
-    """Three matrices in float64."""
-    return 3 * 8 * (d_out * d_in) ** 2
+    """Four matrices in float64."""
+    return 4 * 8 * (d_out * d_in) ** 2
 
 
 @pytest.mark.parametrize("probed", [False, True], ids=["exact", "probes"])

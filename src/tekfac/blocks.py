@@ -312,8 +312,9 @@ class DenseBlock(Block):
         damping = self._invertible_with(damping)
         matrices = self._split(matrix).to(device=self.device, dtype=self.dtype)
         columns = matrices.flatten(-2).reshape(-1, *self.matrices.shape[:2]).permute(1, 2, 0)  # [G, D, K]
-        identity = torch.eye(self.matrices.shape[-1], dtype=self.dtype, device=self.device)
-        solution: Tensor = torch.linalg.solve(self.matrices + damping * identity, columns)
+        damped = self.matrices.clone()
+        damped.diagonal(dim1=1, dim2=2).add_(damping)
+        solution: Tensor = torch.linalg.solve(damped, columns)
         return solution.permute(2, 0, 1).reshape(matrix.shape)
 
     @cached_property

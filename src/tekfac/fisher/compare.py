@@ -33,6 +33,7 @@ from tekfac.layers import Layer
 DEFAULT_PROBES = 64
 FEWEST_PROBES = 8
 DEFAULT_EXACT_MEMORY = 2**30
+ROWS_AT_A_TIME = 256
 ALL_METHODS = tuple(method.name.lower() for method in methods.ALL)
 
 
@@ -61,7 +62,7 @@ def compare(
             eigenvalue of each exact block, tr F / d (the paper's Eq. dam2 without its floor).
         exact_memory: bytes that exact blocks, or their gradients' rows, may take at a time. A layer that
             needs more by itself is measured by probes.
-        probes: how many, for such layers.
+        probes: how many, for such layers; they take 24 bytes per probe and parameter.
         confidence: level of the intervals that probes give.
         spectra: whether to keep the eigenvalues of the exact blocks and the methods' diagonals.
         **keywords: see `tekfac.fisher.Options`.
@@ -168,13 +169,15 @@ class _Plan:
     def of(cls, layer: Layer, num_rows: int, budgets: _Budgets) -> _Plan:
         """The way that takes least memory of those that are exact; probes, where neither fits."""
         groups, size = layer.shape.groups, layer.shape.d_out * layer.shape.d_in
-        dense = 3 * 8 * groups * size**2
-        gram = layer.dtype.itemsize * groups * (2 * num_rows * size + 3 * num_rows**2)
+        dense = 4 * 8 * groups * size**2  # F, and what a solve with it takes
+        gram = (
+            layer.dtype.itemsize * groups * (3 * num_rows * size + 6 * num_rows**2)
+        )  # J, its Gram matrix, both bases
         memory_budget = budgets.memory_budget
         if min(dense, gram) > budgets.exact_memory:
             generator = torch.Generator().manual_seed(budgets.seed)
-            signs = torch.randint(2, (groups, budgets.probes, size), generator=generator).mul_(2).sub_(1)
-            vectors = signs.to(device=layer.weight.device, dtype=layer.dtype)
+            signs = torch.randint(2, (groups, budgets.probes, size), generator=generator, dtype=torch.int8)
+            vectors = signs.to(device=layer.weight.device, dtype=layer.dtype).mul_(2).sub_(1)
             return cls(layer, "probes", 3 * 8 * signs.numel(), ProbeProducts(vectors, memory_budget))
         if dense <= gram:
             return cls(layer, "matrix", dense, DenseSum(memory_budget))
@@ -220,12 +223,16 @@ def _squared_norm_by_probes(
     Every approximation gives an estimate, |(F - F_hat) v|^2 + 2 <F, F_hat> - |F_hat|^2, of which the last two
     are known exactly; the one that varies least from probe to probe is taken.
     """
-    products, vectors = collector.products(terms), collector.probes.double()
+    products = collector.products(terms)
+    shape = candidates[0].block.matrix_shape
     best: tuple[float, float] | None = None
     for candidate in candidates:
-        matrices = vectors.transpose(0, 1).reshape(-1, *candidate.block.matrix_shape)  # [P, G * d_out, d_in]
-        approximate = candidate.block.matvec(matrices).double().reshape(products.transpose(0, 1).shape)
-        squares = (products.transpose(0, 1) - approximate).square().sum(dim=(1, 2))  # [P]
+        squares = torch.stack(
+            [
+                (product - candidate.block.matvec(probe.reshape(shape)).reshape(product.shape)).square().sum()
+                for probe, product in zip(collector.probes.unbind(1), products.unbind(1), strict=True)
+            ]
+        )
         values = squares - candidate.known
         mean, error = float(values.mean()), float(values.std()) / math.sqrt(len(values))
         if best is None or error < best[1]:
@@ -258,7 +265,7 @@ def _rows(
     if truth.block is not None and lam > 0:
         exact_direction = truth.block.solve(gradient, lam).double()
     rows = []
-    for candidate in candidates:
+    for candidate, squared_error in zip(candidates, _squared_errors(truth, candidates), strict=True):
         block = candidate.block
         cosine = None
         if exact_direction is not None:
@@ -271,7 +278,7 @@ def _rows(
                 approximation=candidate.label,
                 parameters=truth.shape.size,
                 trace_ratio=block.trace() / truth.trace if truth.trace else math.nan,
-                squared_error=_squared_error(truth, candidate),
+                squared_error=squared_error,
                 squared_norm=truth.squared_norm,
                 excess=float((block.rescaling.double() - candidate.theta).square().sum()),
                 cosine=cosine,
@@ -283,13 +290,21 @@ def _rows(
     return rows
 
 
-def _squared_error(truth: LayerTruth, candidate: _Candidate) -> Interval:
-    """|F - F_hat|^2; straight from the matrices where they are there."""
-    if isinstance(truth.block, DenseBlock):
-        difference = truth.block.to_dense(truth.shape.size) - candidate.block.to_dense(truth.shape.size)
-        squared = float(difference.square().sum())
-        return Interval(squared, squared, squared)
-    return Interval(*(max(0.0, value + candidate.known) for value in truth.squared_norm))
+def _squared_errors(truth: LayerTruth, candidates: Sequence[_Candidate]) -> list[Interval]:
+    """|F - F_hat|^2 of every approximation; straight from the matrices where F is one, some rows at a time."""
+    if not isinstance(truth.block, DenseBlock):
+        return [Interval(*(max(0.0, v + c.known) for v in truth.squared_norm)) for c in candidates]
+    size, shape = truth.shape.size, truth.block.matrix_shape
+    totals = [0.0] * len(candidates)
+    for start in range(0, size, ROWS_AT_A_TIME):
+        count = min(ROWS_AT_A_TIME, size - start)
+        units = torch.zeros(count, size, dtype=torch.float64, device=truth.block.device)
+        units.diagonal(offset=start).fill_(1)
+        units = units.reshape(count, *shape)
+        exact = truth.block.matvec(units)
+        for index, candidate in enumerate(candidates):
+            totals[index] += float((exact - candidate.block.matvec(units)).square().sum())
+    return [Interval(total, total, total) for total in totals]
 
 
 def _check(
