@@ -31,6 +31,21 @@ def nothing():
 
 def no_network():
     return 3
+
+def once():
+    yield from loader()
+
+def breaks():
+    return nn.Linear(2, 2)
+
+def zero():
+    model = make()
+    nn.init.zeros_(model[3].weight)
+    return model
+
+def imports_later():
+    import neighbour
+    return neighbour.make()
 """
 
 
@@ -73,7 +88,7 @@ def test_a_network_and_data_give_a_table_files_and_figures(
     assert [row["error"] for row in point["rows"]] == [float(row["error"]) for row in rows]
     assert point["metadata"]["samples"] == 15
     assert len(plain["findings"]) == 7
-    for figure in ("errors", "spectra", "heat-map"):
+    for figure in ("errors", "angles", "spectra", "heat-map"):
         assert (out / f"{figure}.png").read_bytes().startswith(b"\x89PNG")
         assert (out / f"{figure}.pdf").read_bytes().startswith(b"%PDF")
     assert not (out / "training.png").exists()
@@ -151,6 +166,8 @@ def test_bad_input_is_said_in_one_line(
         ("nets", "loader", "has no function 'nets' for --network. It has make, loader"),
         ("no_network", "loader", "returned a int. Expected an nn.Module"),
         ("make", "nothing", "The loader is empty"),
+        ("make", "once", "returned a generator. Expected batches that can be read several times"),
+        ("breaks", "loader", "RuntimeError: mat1 and mat2 shapes cannot be multiplied"),
     ],
 )
 def test_a_bad_source_is_said_in_one_line(
@@ -166,6 +183,7 @@ def test_sources_that_cannot_be_found_are_named(user: Path, capsys: pytest.Captu
         (["--network", "nets.py:thing", "--data", f"{user}:loader"], "no file 'nets.py'"),
         (["--network", "thing", "--data", f"{user}:loader"], "Expected package.module:function"),
         (["--network", f"{user}:make"], "--network needs --data"),
+        (["--data", f"{user}:loader"], "--data needs --network"),
     ):
         assert main(["fisher", *arguments]) == 1
         assert named in capsys.readouterr().err
@@ -181,8 +199,8 @@ def test_a_missing_package_is_named_with_its_extra(
 ) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     assert run(user) == 1
-    assert "A figure needs matplotlib, which is not installed" in capsys.readouterr().err
-    assert (user.parent / "out" / "comparison.csv").exists()  # what could be had is not lost
+    assert "needs matplotlib, which is not installed" in capsys.readouterr().err
+    assert run(user, "--no-figures") == 0
 
 
 def test_the_command_is_installed_and_can_be_asked_for_help() -> None:
@@ -190,3 +208,52 @@ def test_the_command_is_installed_and_can_be_asked_for_help() -> None:
         out = subprocess.run([*command, "fisher", "--help"], capture_output=True, text=True, check=True).stdout
         assert "--network" in out
         assert "--state" in out
+
+
+def test_checkpoints_of_the_same_name_are_told_apart(user: Path) -> None:
+    states = []
+    for name in ("first", "second"):
+        (user.parent / name).mkdir()
+        path = user.parent / name / "model.pt"
+        path.write_bytes((user.parent / ("early.pt" if name == "first" else "late.pt")).read_bytes())
+        states.append(str(path))
+    assert run(user, "--state", *states, "--no-figures") == 0
+    text = (user.parent / "out" / "comparison.csv").read_text(encoding="utf-8")
+    assert {row["point"] for row in csv.DictReader(text.splitlines())} == set(states)
+
+
+def test_a_whole_model_as_checkpoint_is_refused(user: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    torch.save(torch.nn.Linear(2, 2), user.parent / "whole.pt")
+    assert run(user, "--state", str(user.parent / "whole.pt")) == 1
+    assert "no checkpoint of tensors that can be read safely" in capsys.readouterr().err
+
+
+def test_a_layer_without_gradients_is_left_out_of_the_figures(user: Path) -> None:
+    assert run(user, network="zero") == 0
+    assert (user.parent / "out" / "spectra.png").exists()
+
+
+def test_a_users_file_may_import_its_neighbours_when_it_is_called(user: Path) -> None:
+    (user.parent / "neighbour.py").write_text("from mine import make\n")
+    assert run(user, "--no-figures", network="imports_later") == 0
+
+
+def test_modules_of_the_current_folder_are_found(user: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (user.parent / "nearby_nets.py").write_text(SOURCE)
+    monkeypatch.chdir(user.parent)
+    sources = ["--network", "nearby_nets:make", "--data", "nearby_nets:loader"]
+    assert main(["fisher", *sources, "--no-figures", "--out", "here"]) == 0
+    assert (user.parent / "here" / "comparison.csv").exists()
+
+
+def test_debug_shows_where(user: Path) -> None:
+    sources = ["--network", f"{user}:breaks", "--data", f"{user}:loader", "--out", str(user.parent / "out")]
+    with pytest.raises(RuntimeError, match="mat1 and mat2"):
+        main(["--debug", "fisher", *sources])
+
+
+def test_the_report_says_the_command(user: Path) -> None:
+    assert run(user, "--no-figures", "--samples", "5") == 0
+    plain = json.loads((user.parent / "out" / "comparison.json").read_text(encoding="utf-8"))
+    assert plain["command"].startswith("tekfac fisher --network")
+    assert plain["command"].endswith("--no-figures --samples 5")

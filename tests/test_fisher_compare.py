@@ -7,6 +7,7 @@ import itertools
 import json
 import math
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ import oracle
 from dense import METHODS, assert_close, oracle_block, sharings
 from layer_kinds import KINDS, Case, case_of, fisher_of, groups_of, samples_of
 from tekfac import EKFAC, KFAC, TEKFAC, TKFAC, fisher
-from tekfac.fisher.comparison import Row
+from tekfac.fisher.comparison import Interval, Row
 from tekfac.natural_gradient import NaturalGradient
 from training import mlp, vectors
 
@@ -475,3 +476,49 @@ def test_the_metadata_tell_how_it_was_made() -> None:
     assert metadata["samples"] == metadata["terms"] == 12
     assert (metadata["fisher"], metadata["seed"], metadata["probes"]) == ("sampled", 3, 32)
     assert metadata["confidence"] == 0.95
+
+
+# -- what the numbers are of ---------------------------------------------------------------------------
+
+
+def test_without_targets_there_is_no_gradient_and_no_angle() -> None:
+    model = mlp(sizes=(5, 4, 3))
+    with_targets = fisher.compare(model, vectors(2))
+    without = fisher.compare(model, [x for x, _ in vectors(2)])
+    assert all(row.cosine is not None for row in with_targets.rows)
+    assert all(row.cosine is None and row.angle is None for row in without.rows)
+    for row, expected in zip(without.rows, with_targets.rows, strict=True):
+        assert row.error.value == pytest.approx(expected.error.value)
+
+
+def test_a_float32_model_is_compared_as_in_float64() -> None:
+    """By the Gram matrix, too: its norms and eigenvalues are taken in float64."""
+    generator = torch.Generator().manual_seed(0)
+    loader = [(torch.randn(60, 40, generator=generator), torch.randint(3, (60,), generator=generator))]
+    single = nn.Sequential(nn.Linear(40, 30), nn.Tanh(), nn.Linear(30, 3))
+    double = nn.Sequential(nn.Linear(40, 30), nn.Tanh(), nn.Linear(30, 3)).double()
+    double.load_state_dict(single.state_dict())
+    ours = fisher.compare(single, loader, damping=1e-4)
+    theirs = fisher.compare(double, [(x.double(), y) for x, y in loader], damping=1e-4)
+    assert {row.way for row in ours.rows} == {"matrix", "Gram matrix"}
+    for row, expected in zip(ours.rows, theirs.rows, strict=True):
+        assert row.error.value == pytest.approx(expected.error.value, rel=1e-4)
+        assert row.cosine == pytest.approx(expected.cosine, rel=1e-3)
+
+
+def test_probes_in_several_passes_are_those_of_one() -> None:
+    model, loader = mlp(sizes=(5, 4, 3)), vectors(2)
+    together = fisher.compare(model, loader, exact_memory=0, probes=16)
+    apart = fisher.compare(model, Counted(loader), exact_memory=0, probes=16, memory_budget=24 * 4 * 6 * 5)
+    for row, expected in zip(apart.rows, together.rows, strict=True):
+        assert row.way == "probes"
+        assert tuple(row.error) == pytest.approx(tuple(expected.error))
+
+
+def test_the_interval_of_a_quotient_holds_its_value() -> None:
+    norm = Interval(1.0, 0.0, 3.0)
+    row = fisher.compare(mlp(sizes=(5, 3)), vectors(1), approximations="kfac").rows[0]
+    for known in (5.0, -0.5):
+        squared = Interval(*(value + known for value in norm))
+        error = replace(row, squared_norm=norm, squared_error=squared).error
+        assert error.low <= error.value <= error.high

@@ -380,12 +380,13 @@ def test_the_model_is_left_as_it_was_by_a_pass_that_fails(call: str) -> None:
     model = mixed_model()
     before = look_of(model)
 
-    def loader() -> Iterator[Batch]:
-        yield images(1)[0]
-        raise OSError("the disk is gone")
+    class Loader:
+        def __iter__(self) -> Iterator[Batch]:
+            yield images(1)[0]
+            raise OSError("the disk is gone")
 
     with pytest.raises(OSError, match="the disk is gone"):
-        CALLS[call](model, loader())
+        CALLS[call](model, Loader())
     assert_identical(look_of(model), before)
     broken = (torch.full((6, 1, 5, 5), torch.nan, dtype=torch.float64), images(1)[0][1])
     with pytest.raises(ValueError, match="not finite"):
@@ -954,3 +955,128 @@ def test_float32_models_get_float32_blocks_from_sums_in_float64() -> None:
         for layer, block in single.items():
             assert block.dtype == torch.float32
             assert_close(block.to_dense(), double[layer].to_dense(), rtol=1e-5)
+
+
+# -- what is counted -----------------------------------------------------------------------------------
+
+
+class Branches(nn.Module):
+    """A layer that only batches with a positive first number use."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.always, self.sometimes = nn.Linear(5, 3), nn.Linear(5, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.always(x)
+        return out + self.sometimes(x) if x[0, 0] > 0 else out
+
+
+@every_call
+def test_a_layer_unused_in_some_batches_has_the_same_block_whether_it_is_alone_or_not(call: str) -> None:
+    model, loader = seeded(Branches), []
+    for index, (x, y) in enumerate(vectors(4)):
+        x = x.clone()
+        x[0, 0] = 1.0 if index % 2 else -1.0
+        loader.append((x, y))
+    everything = fisher.exact_blocks(model, loader)["sometimes"]
+    alone = fisher.exact_blocks(model, loader, layers=["sometimes"])["sometimes"]
+    assert_close(alone.to_dense(), everything.to_dense())
+    used = fisher.exact_blocks(model, loader[1::2])["sometimes"]
+    assert_close(alone.to_dense(), used.to_dense() / 2)  # half of the samples do not reach it
+
+
+def test_an_empty_batch_changes_nothing() -> None:
+    model, loader = seeded(lambda: nn.Linear(5, 3)), vectors(2)
+    empty = (loader[0][0][:0], loader[0][1][:0])
+    assert_same(fisher.estimate(model, [*loader, empty]), fisher.estimate(model, loader))
+
+
+def assert_same(ours: Any, theirs: Any) -> None:
+    for name in theirs:
+        assert_close(ours[name].to_dense(), theirs[name].to_dense())
+
+
+def test_numbers_that_are_not_finite_in_unused_data_do_no_harm() -> None:
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(5, 3)
+
+        def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+            out: Tensor = self.layer(x.masked_fill(mask.isinf(), 0.0))
+            return out
+
+    model, (x, y) = seeded(Net), vectors(1)[0]
+    mask = torch.zeros_like(x)
+    mask[:, 0] = -torch.inf
+    blocks = fisher.estimate(model, [((x, mask), y)])
+    assert blocks["layer"].trace() > 0
+
+
+def test_a_model_of_several_inputs_takes_them_from_a_tuple() -> None:
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.last = nn.Bilinear(5, 5, 3), nn.Linear(3, 3)
+
+        def forward(self, a: Tensor, b: Tensor) -> Tensor:
+            out: Tensor = self.last(self.first(a, b))
+            return out
+
+    x, y = vectors(1)[0]
+    assert list(fisher.estimate(seeded(Net), [((x, x), y)])) == ["last"]
+
+
+def test_predictions_may_be_computed_from_what_the_model_returns() -> None:
+    model, loader = seeded(lambda: nn.Linear(5, 4)), vectors(2)
+    blocks = fisher.exact_blocks(model, loader, outputs=lambda returned: returned[:, :3])
+    narrow = seeded(lambda: nn.Linear(5, 3))
+    with torch.no_grad():
+        narrow.weight.copy_(model.weight[:3])
+        narrow.bias.copy_(model.bias[:3])
+    expected = fisher.exact_blocks(narrow, loader)[""].to_dense()
+    assert_close(blocks[""].to_dense()[: len(expected), : len(expected)], expected)
+
+
+def test_with_drawn_labels_the_order_must_be_the_same_in_both_passes() -> None:
+    class Shuffled:
+        def __init__(self) -> None:
+            self.readings = 0
+
+        def __iter__(self) -> Iterator[Batch]:
+            self.readings += 1
+            return iter(vectors(3)[:: 1 if self.readings % 2 else -1])
+
+    model = seeded(lambda: nn.Linear(5, 3))
+    with pytest.raises(ValueError, match=r"another order.*fisher='sampled'.*does not shuffle"):
+        fisher.estimate(model, Shuffled(), fisher="sampled")
+    assert_same(fisher.estimate(model, Shuffled()), fisher.estimate(model, vectors(3)))
+
+
+def test_pairs_that_were_put_together_anew_are_other_data() -> None:
+    class Repaired:
+        def __init__(self) -> None:
+            self.readings = 0
+
+        def __iter__(self) -> Iterator[Batch]:
+            self.readings += 1
+            return iter([(x, y.flip(0) if self.readings % 2 else y) for x, y in vectors(3)])
+
+    with pytest.raises(ValueError, match="other data"):
+        fisher.estimate(seeded(lambda: nn.Linear(5, 3)), Repaired())
+
+
+def test_what_has_no_block_is_named(caplog: pytest.LogCaptureFixture) -> None:
+    layer = nn.TransformerEncoderLayer(6, 2, 8, batch_first=True, dropout=0.0)
+    model = seeded(lambda: nn.Sequential(layer, nn.Flatten(), nn.Linear(12, 3)))
+    with caplog.at_level("INFO", logger="tekfac"):
+        fisher.estimate(model, [(normal(4, 2, 6), torch.zeros(4).long())])
+    assert "No Fisher block of '0.self_attn.out_proj.weight'" in caplog.text
+    assert "The blocks cover" in caplog.text
+
+
+def test_very_many_columns_are_worth_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+    model = seeded(lambda: nn.Linear(2, 1001))
+    fisher.estimate(model, [(normal(1, 2), torch.zeros(1).long())] * 2, method="kfac")
+    assert caplog.text.count("1001 for each batch") == 1

@@ -14,7 +14,6 @@ from scipy.sparse import linalg
 from torch import Tensor, nn
 
 from dense import assert_close, normal
-from layer_kinds import every_kind
 from tekfac import TEKFAC, fisher
 from tekfac.blocks import Block, GramBlock
 from training import assert_identical, images, mlp, train, vectors
@@ -53,6 +52,7 @@ KINDS: dict[str, Callable[[], fisher.BlockDiagonal[Any]]] = {
         for i, block in enumerate(fisher.exact_blocks(network(), images(1)).values())
     ),
 }
+every_kind = pytest.mark.parametrize("kind", KINDS)
 
 
 @cache

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
 
 from tekfac import fisher
 
@@ -195,3 +196,53 @@ def test_a_file_of_something_else_is_refused(tmp_path: Path) -> None:
     (tmp_path / "text").write_text("not a safetensors file")
     with pytest.raises(ValueError, match="is not a safetensors file"):
         estimate(Loader(), tmp_path / "text")
+
+
+def test_data_that_changed_anywhere_are_refused(tmp_path: Path) -> None:
+    """Not only in the first batch and the last."""
+    path = tmp_path / "survey"
+    with pytest.raises(InterruptedLoaderError):
+        estimate(Loader(4), path)
+    for changed in range(4):
+        loader = Loader()
+        loader.batches[changed] = (loader.batches[changed][0] + 1, loader.batches[changed][1])
+        with pytest.raises(ValueError, match="other data"):
+            estimate(loader, path)
+    assert_same(estimate(Loader(), path), estimate(Loader()))
+
+
+def test_more_or_less_data_are_refused(tmp_path: Path) -> None:
+    path, shorter, longer = tmp_path / "survey", Loader(), Loader()
+    with pytest.raises(InterruptedLoaderError):
+        estimate(Loader(4), path)
+    del shorter.batches[2:]
+    with pytest.raises(ValueError, match="other data"):
+        estimate(shorter, path)
+    estimate(Loader(), path)  # now it is complete
+    longer.batches.append(longer.batches[0])
+    with pytest.raises(ValueError, match="other data"):
+        estimate(longer, path)
+
+
+def test_another_loss_or_another_likelihood_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "survey"
+    with pytest.raises(InterruptedLoaderError):
+        estimate(Loader(3), path, loss=lambda model, batch: cross_entropy(model(batch[0]), batch[1]))
+    with pytest.raises(ValueError, match="of another survey: loss was"):
+        estimate(Loader(), path, loss=lambda model, batch: 3 * cross_entropy(model(batch[0]), batch[1]))
+    with pytest.raises(ValueError, match="of another survey: loss was"):
+        estimate(Loader(), path)
+
+
+def test_another_structure_with_the_same_parameters_is_refused(tmp_path: Path) -> None:
+    path, model = tmp_path / "survey", network()
+    with pytest.raises(InterruptedLoaderError):
+        estimate(Loader(3), path)
+    model[2] = nn.Tanh()
+    with pytest.raises(ValueError, match="of another survey: model was"):
+        fisher.estimate(model, Loader(), checkpoint=path)
+
+
+def test_a_folder_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="is a folder"):
+        estimate(Loader(), tmp_path)

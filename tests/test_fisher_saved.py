@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -93,3 +94,22 @@ def test_a_missing_file_and_a_later_format_are_refused(tmp_path: Path) -> None:
     files.write(tmp_path / "later", {}, {"kind": "Fisher blocks", "version": 99, "layers": [], "metadata": {}})
     with pytest.raises(ValueError, match=r"version 99 of the format.*Update tekfac"):
         fisher.load(tmp_path / "later")
+
+
+def test_others_may_read_what_is_saved(tmp_path: Path) -> None:
+    (tmp_path / "plain").write_text("")
+    fisher.save(fisher.estimate(*model_and_data()), tmp_path / "blocks.safetensors")
+    assert (tmp_path / "blocks.safetensors").stat().st_mode == (tmp_path / "plain").stat().st_mode
+
+
+def test_layers_of_strange_names_are_told_apart(tmp_path: Path) -> None:
+    shape = fisher.estimate(*model_and_data())["2"].shape
+    blocks = [
+        fisher.DenseBlock(replace(shape, name=name), torch.full((1, shape.size, shape.size), float(index)))
+        for index, name in enumerate(("a", "a/b", "a::b", "0/a", ""))
+    ]
+    fisher.save(fisher.BlockDiagonal(blocks), tmp_path / "blocks.safetensors")
+    loaded = fisher.load(tmp_path / "blocks.safetensors")
+    assert [float(block.to_dense()[0, 0]) for block in loaded.values()] == [0.0, 1.0, 2.0, 3.0, 4.0]
+    with pytest.raises(ValueError, match="Two blocks of the same layer"):
+        fisher.BlockDiagonal([blocks[0], blocks[0]])

@@ -31,7 +31,10 @@ class BlockDiagonal(Mapping[str, AnyBlock], Generic[AnyBlock]):
     """
 
     def __init__(self, blocks: Iterable[AnyBlock], metadata: Mapping[str, Any] | None = None) -> None:
-        self._blocks = {block.name: block for block in blocks}
+        given = list(blocks)
+        self._blocks = {block.name: block for block in given}
+        if len(self._blocks) < len(given):
+            raise ValueError(f"Two blocks of the same layer: {[block.name for block in given]}.")
         self.metadata: Mapping[str, Any] = MappingProxyType(dict(metadata or {}))
 
     def __getitem__(self, name: str) -> AnyBlock:
@@ -114,6 +117,7 @@ class BlockDiagonal(Mapping[str, AnyBlock], Generic[AnyBlock]):
 
     def from_vector(self, vector: Tensor) -> dict[str, Tensor]:
         """The tensors, by name, that a vector [..., size] is made of."""
+        vector = torch.as_tensor(vector)
         if vector.shape[-1] != self.size:
             raise ValueError(
                 f"Got a vector of {vector.shape[-1]} numbers. Expected {self.size}, one per parameter."
@@ -144,7 +148,7 @@ class BlockDiagonal(Mapping[str, AnyBlock], Generic[AnyBlock]):
 
     def select(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Those of a model's tensors (parameters, gradients) that the matrix acts on."""
-        return {name: tensors[name] for name in self.parameters if name in tensors}
+        return {name: tensors[name] for name in self.parameters if tensors.get(name) is not None}
 
     def inner(self, first: Mapping[str, Tensor], second: Mapping[str, Tensor]) -> Tensor:
         """The inner products of tensors [..., *shape], summed over all parameters, [...]."""
@@ -153,7 +157,7 @@ class BlockDiagonal(Mapping[str, AnyBlock], Generic[AnyBlock]):
     def white_noise(self, *leading: int, generator: torch.Generator | None = None) -> dict[str, Tensor]:
         """Independent standard normal numbers, named and shaped [*leading, *shape] like the parameters.
 
-        `sqrt_matvec` and `inv_sqrt_matvec` turn it into noise of covariance F or its inverse.
+        `sqrt_matvec` and `inv_sqrt_matvec` turn it into noise of covariance F + damping I, or its inverse.
         """
         drawn_on = None if generator is None else generator.device
 
@@ -217,8 +221,13 @@ class BlockDiagonal(Mapping[str, AnyBlock], Generic[AnyBlock]):
         return products
 
     def _require_names(self, tensors: Mapping[str, Tensor]) -> None:
+        if not isinstance(tensors, Mapping):
+            raise TypeError(
+                f"Got a {type(tensors).__name__}. Expected a dict of tensors, by the names of parameters; "
+                "from_vector() makes one of a vector."
+            )
         shapes = self.parameters
-        missing = [name for name in shapes if name not in tensors]
+        missing = [name for name in shapes if tensors.get(name) is None]
         unknown = [name for name in tensors if name not in shapes]
         if missing or unknown:
             problems = [f"missing: {', '.join(missing)}"] if missing else []

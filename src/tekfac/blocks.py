@@ -1,6 +1,6 @@
 """Fisher blocks as objects: positive semi-definite matrices over the parameters of one layer.
 
-    KroneckerBlock   Q diag(S) Q^T with Q = Q_in (x) Q_out     what the four methods approximate F by
+    KroneckerBlock   Q diag(S) Q^T with Q = Q_out (x) Q_in     what the four methods approximate F by
     DenseBlock       F itself
     GramBlock        F = J^T J / M, known by its rows J        F itself, where rows are fewer than parameters
 
@@ -32,10 +32,13 @@ from tekfac.rescaling import product_of_eigenvalues
 DENSE_LIMIT = 8192
 """Rows up to which a block is formed as a matrix without being asked twice: half a GB in float64."""
 
+CHUNK = 2**22
+"""Numbers of J that are turned to float64 at a time."""
+
 SpectralFunction = Callable[[Tensor], Tensor]
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class Block(ABC):
     """What all blocks can do. Matrices are [..., d_out, d_in] with any leading axes.
 
@@ -65,6 +68,11 @@ class Block(ABC):
 
     # -- numbers -----------------------------------------------------------------------------------------
 
+    def __repr__(self) -> str:
+        d_out, d_in = self.matrix_shape
+        kind = str(self.dtype).removeprefix("torch.")
+        return f"{type(self).__name__}({self.name!r}, {d_out} x {d_in}, {kind}, trace {self.trace():.4g})"
+
     @property
     def name(self) -> str:
         """Of the layer."""
@@ -91,7 +99,7 @@ class Block(ABC):
 
     def frobenius_norm(self) -> float:
         """Root of the sum of squared eigenvalues."""
-        return float(self._spectrum.double().norm())
+        return _norm(self._spectrum)
 
     def eigenvalues(self) -> Tensor:
         """All eigenvalues, ascending, [size]."""
@@ -123,7 +131,7 @@ class Block(ABC):
         return self._of(lambda values: 1 / (values + damping), matrix)
 
     def sqrt_matvec(self, matrix: Tensor, damping: float = 0.0) -> Tensor:
-        """(F + damping I)^(1/2) vec(Z): from white noise Z to noise of covariance F, [..., d_out, d_in]."""
+        """(F + damping I)^(1/2) vec(Z): from white noise Z to noise of covariance F + damping I."""
         damping = checked_damping(damping)
         return self._of(lambda values: (values + damping).sqrt(), matrix)
 
@@ -184,7 +192,8 @@ class Block(ABC):
                 f"[..., {self.matrix_shape[0]}, {self.matrix_shape[1]}]: outputs, inputs, {bias}. "
                 "to_matrix(weight, bias) makes one."
             )
-        return matrix.reshape(*matrix.shape[:-2], self.shape.groups, self.shape.d_out, self.shape.d_in)
+        sizes = self.shape.groups, self.shape.d_out, self.shape.d_in
+        return matrix.detach().reshape(*matrix.shape[:-2], *sizes)
 
     def _of(self, function: SpectralFunction, matrix: Tensor) -> Tensor:
         matrices = self._split(matrix).to(device=self.device, dtype=self.dtype)
@@ -219,9 +228,9 @@ class Block(ABC):
             )
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class KroneckerBlock(Block):
-    """Q diag(S) Q^T, Q = Q_in (x) Q_out: the approximation that a method makes.
+    """Q diag(S) Q^T, Q = Q_out (x) Q_in: the approximation that a method makes.
 
     Attributes:
         basis: Q_in and Q_out, with the factors' eigenvalues and scale.
@@ -269,7 +278,7 @@ class KroneckerBlock(Block):
         return self.basis.unproject(function(self.rescaling) * self.basis.project(matrices))
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class DenseBlock(Block):
     """A block as a matrix.
 
@@ -281,11 +290,11 @@ class DenseBlock(Block):
 
     def trace(self) -> float:
         """Sum of the diagonal."""
-        return float(self.matrices.diagonal(dim1=1, dim2=2).sum())
+        return float(self.matrices.diagonal(dim1=1, dim2=2).double().sum())
 
     def frobenius_norm(self) -> float:
         """Of the matrix itself."""
-        return float(self.matrices.norm())
+        return _norm(self.matrices)
 
     def matvec(self, matrix: Tensor) -> Tensor:
         """F vec(X), as a matrix, [..., d_out, d_in]."""
@@ -333,7 +342,7 @@ class DenseBlock(Block):
         return turned.reshape(matrices.shape)
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class GramBlock(Block):
     """F = J^T J / M by its rows: exact, and never formed.
 
@@ -354,7 +363,7 @@ class GramBlock(Block):
 
     def frobenius_norm(self) -> float:
         """Of the Gram matrix, which is F's."""
-        return float(self.gram.norm())
+        return _norm(self.gram)
 
     def matvec(self, matrix: Tensor) -> Tensor:
         """J^T (J vec(X)) / M, as a matrix, [..., d_out, d_in]."""
@@ -369,33 +378,43 @@ class GramBlock(Block):
 
     @cached_property
     def gram(self) -> Tensor:
-        """J J^T / M, [G, R, R]."""
-        return self.rows @ self.rows.mT / self.num_terms
+        """J J^T / M in float64, [G, R, R]."""
+        groups, count = self.rows.shape[:2]
+        total = self.rows.new_zeros(groups, count, count, dtype=torch.float64)
+        for columns in torch.split(self.rows, max(1, CHUNK // max(1, count)), dim=2):
+            total += columns.double() @ columns.double().mT
+        return total / self.num_terms
 
     @cached_property
     def _eigen(self) -> tuple[Tensor, Tensor]:
-        """At most d_out * d_in eigenvalues of each group, [G, r], and eigenvectors of F, [G, d, r]."""
+        """At most d_out * d_in eigenvalues of each group, [G, r], and eigenvectors of F, [G, d, r]; float64."""
         values, vectors = symmetric_eigen(self.gram)
         rank = min(self.rows.shape[1:])
         values, vectors = values[:, -rank:], vectors[:, :, -rank:]
-        significant = values > self.rows.shape[1] * torch.finfo(self.dtype).eps * values[:, -1:]
+        significant = values > self.rows.shape[1] * torch.finfo(torch.float64).eps * values[:, -1:]
         values = torch.where(significant, values, 0.0)
         lengths = torch.where(significant, values * self.num_terms, torch.inf).sqrt()
-        return values, self.rows.mT @ vectors / lengths[:, None, :]
+        return values, (self.rows.double().mT @ vectors).div_(lengths[:, None, :])
 
     @property
     def _spectrum(self) -> Tensor:
-        return self._eigen[0]
+        return self._eigen[0].to(self.dtype)
 
     def _apply(self, function: SpectralFunction, matrices: Tensor) -> Tensor:
         values, vectors = self._eigen
-        flat = matrices.flatten(-2)
+        flat = matrices.flatten(-2).double()
         coordinates = torch.einsum("gdr,...gd->...gr", vectors, flat)
         inside = torch.einsum("gdr,...gr->...gd", vectors, function(values) * coordinates)
         if values.shape[1] < flat.shape[-1] or not bool((values > 0).all()):
             projected = torch.einsum("gdr,...gr->...gd", vectors, coordinates)
             inside = inside + function(values.new_zeros(())) * (flat - projected)
-        return inside.reshape(matrices.shape)
+        return inside.to(self.dtype).reshape(matrices.shape)
+
+
+def _norm(tensor: Tensor) -> float:
+    """The root of the sum of squares, summed in float64."""
+    norm: Tensor = torch.linalg.vector_norm(tensor, dtype=torch.float64)
+    return float(norm)
 
 
 def checked_damping(damping: float) -> float:

@@ -49,9 +49,15 @@ LOSS_REDUCTIONS: tuple[LossReduction, ...] = ("mean", "batchmean", "sum")
 
 @dataclass
 class Window:
-    """The calls of one forward pass of the model."""
+    """One forward pass of the model.
+
+    Attributes:
+        calls: of its layers.
+        used: whether a backward pass has come by.
+    """
 
     calls: list[Call] = field(default_factory=list)
+    used: bool = False
 
 
 class Capture:
@@ -64,6 +70,9 @@ class Capture:
         sampling: the generator of drawn labels.
         counted: which terms of the next backward pass count, [N, P], where that is known. Otherwise the
             gradient tells: a term without any does not count, unless its prediction is certain.
+        passes: forward and backward passes received since the last `clear`.
+        terms: their loss terms.
+        outputs: the predictions of the last forward pass; kept only where not only training is watched.
 
     An optimizer watches forward passes in training mode whose backward pass leads to parameters. With
     `only_training=False` the mode does not matter, and a backward pass that ends at the outputs will do.
@@ -90,6 +99,8 @@ class Capture:
         self.problems: list[str] = []
         self.sampling = Sampling(seed)
         self.counted: Tensor | None = None
+        self.passes = self.terms = 0
+        self.outputs: Tensor | None = None
         self._likelihood = likelihood
         self._fisher = fisher
         self._loss_reduction = loss_reduction
@@ -112,6 +123,8 @@ class Capture:
     def clear(self) -> None:
         """Let go of what was captured."""
         self.batches, self.problems = {}, []
+        self.passes = self.terms = 0
+        self.outputs = None
         self.sampling.keep()
 
     def roll_back(self) -> None:
@@ -157,10 +170,12 @@ class Capture:
             return
         window, self._window = self._window, None
         forward_raised = output is None and sys.exc_info()[0] is not None
-        if window is None or not window.calls or forward_raised:
+        if window is None or forward_raised or (self._only_training and not window.calls):
             return
         outputs = self._select(output)
         self._likelihood.check(outputs)
+        if not self._only_training:
+            self.outputs = outputs
         node = outputs.grad_fn
         if node is None or outputs.numel() == 0:
             return
@@ -173,12 +188,12 @@ class Capture:
 
         def at_outputs(gradient: Tensor) -> None:
             owner = capture()
-            if owner is None or Capture._sending or not window.calls:
+            if owner is None or Capture._sending or window.used:
                 return
             if owner._only_training and not _trains(window.calls):
                 return
             node = torch._C._current_autograd_node()
-            calls, window.calls = window.calls, []
+            calls, window.calls, window.used = window.calls, [], True
             owner._receive(GradientEdge(node, output_nr), values, gradient, calls)
 
         outputs.register_hook(at_outputs)  # type: ignore[no-untyped-call]
@@ -200,7 +215,9 @@ class Capture:
         if prediction.doubt is not None:
             self._warn_once(prediction.doubt)
         num_terms = self._num_terms(prediction)
-        if not num_terms:
+        self.passes += 1
+        self.terms += num_terms
+        if not num_terms or not calls:
             return
 
         def send(vector: Tensor) -> list[Tensor | None]:

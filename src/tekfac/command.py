@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import io
+import shlex
 import sys
 from collections.abc import Sequence
 
@@ -14,15 +16,30 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command; what went wrong is said in one line, and is the exit status."""
     parser = argparse.ArgumentParser(prog="tekfac", description="Natural gradient and Fisher approximations.")
     parser.add_argument("--version", action="version", version=f"tekfac {__version__}")
+    parser.add_argument("--debug", action="store_true", help="show where an error happened")
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
     fisher_command.add_to(commands)
     options = parser.parse_args(arguments)
+    options.command_line = shlex.join(["tekfac", *(sys.argv[1:] if arguments is None else arguments)])
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")  # a terminal may not have ‖ or λ
     try:
         options.run(options)
-    except (ValueError, TypeError, ImportError, OSError) as error:
-        print(f"tekfac: {error}", file=sys.stderr)
+    except BrokenPipeError:  # as in `tekfac ... | head`
+        sys.stderr.close()
         return 1
     except KeyboardInterrupt:
         print("tekfac: interrupted", file=sys.stderr)
         return 130
+    except Exception as error:
+        if options.debug:
+            raise
+        kind = (
+            ""
+            if isinstance(error, ValueError | TypeError | ImportError | OSError)
+            else f"{type(error).__name__}: "
+        )
+        print(f"tekfac: {kind}{error} (tekfac --debug shows where)", file=sys.stderr)
+        return 1
     return 0

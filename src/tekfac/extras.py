@@ -30,5 +30,5 @@ def require(module: str, purpose: str) -> ModuleType:
         extra = EXTRA_OF[package]
         raise ImportError(
             f"{purpose} needs {package}, which is not installed. It comes with an extra of tekfac: "
-            f"pip install 'tekfac[{extra}]'."
+            f"pip install 'tekfac[{extra}]', or, in a clone of it, pip install -e '.[{extra}]'."
         ) from error

@@ -151,13 +151,21 @@ class Categorical(Likelihood):
 
     def losses(self, outputs: Tensor, targets: Tensor | None) -> Losses:
         """Cross-entropy of class indices (-100: ignored) or class probabilities."""
-        logits = _at_least_float32(outputs).movedim(self._class_axis_by_targets(outputs, targets), 1)
+        axis = self._class_axis_by_targets(outputs, targets)
+        logits = _at_least_float32(outputs).movedim(axis, 1)
         if targets is None:
             targets = logits.detach().argmin(1)
-        elif targets.is_floating_point():
-            targets = targets.movedim(self._class_axis_by_targets(outputs, targets), 1)
+        elif targets.is_floating_point() and targets.shape == outputs.shape:
+            targets = targets.movedim(axis, 1)
+            _require_probabilities(targets)
+        else:
+            targets = _class_indices(targets, logits)
         total = nn.functional.cross_entropy(logits, targets, reduction="sum")
-        counted = targets.sum(1) > 0 if targets.is_floating_point() else targets != IGNORED
+        counted = (
+            torch.ones_like(logits[:, 0], dtype=torch.bool)
+            if targets.ndim == logits.ndim
+            else targets != IGNORED
+        )
         return Losses(total, counted.reshape(len(outputs), -1))
 
     def _class_axis_by_targets(self, outputs: Tensor, targets: Tensor | None) -> int:
@@ -409,6 +417,38 @@ def _require_batch_axis(outputs: Tensor, name: str) -> None:
         raise OutputShapeError(
             f"The {name} likelihood got a scalar output. Expected outputs of shape [N, ...]."
         )
+
+
+def _require_probabilities(targets: Tensor) -> None:
+    """Raise OutputShapeError for rows, along axis 1, that are no probabilities."""
+    sums = targets.sum(1)
+    if bool((targets < 0).any()) or not bool(((sums - 1).abs() < 1e-3).all()):
+        raise OutputShapeError(
+            "The categorical likelihood got real targets of the shape of the outputs that are no class "
+            f"probabilities: they go from {float(targets.min()):.3g} to {float(targets.max()):.3g} and add up "
+            f"to {float(sums.min()):.3g} to {float(sums.max()):.3g}. For a regression choose "
+            "likelihood='gaussian', for yes/no targets 'bernoulli'."
+        )
+
+
+def _class_indices(targets: Tensor, logits: Tensor) -> Tensor:
+    """Targets as class indices; raises OutputShapeError for what is none."""
+    expected = [*logits.shape[:1], *logits.shape[2:]]
+    classes = logits.shape[1]
+    if targets.is_floating_point() or targets.is_complex() or list(targets.shape) != expected:
+        raise OutputShapeError(
+            f"The categorical likelihood got targets of shape {list(targets.shape)} and type {targets.dtype} "
+            f"for {classes} classes. Expected class indices of shape {expected}, or probabilities like the "
+            "outputs. For other targets choose likelihood='gaussian' or 'bernoulli'."
+        )
+    targets = targets.long()
+    wrong = targets[(targets != IGNORED) & ((targets < 0) | (targets >= classes))]
+    if wrong.numel():
+        raise OutputShapeError(
+            f"The categorical likelihood got the class {int(wrong[0])}. Expected 0 to {classes - 1}, or "
+            f"{IGNORED} for a target that is ignored."
+        )
+    return targets
 
 
 def _require_like(outputs: Tensor, targets: Tensor) -> None:

@@ -2,9 +2,9 @@
 
 from tekfac.block_diagonal import BlockDiagonal
 from tekfac.blocks import Block, DenseBlock, GramBlock, KroneckerBlock
-from tekfac.fisher.compare import compare
+from tekfac.fisher.comparing import compare
 from tekfac.fisher.comparison import Comparison
-from tekfac.fisher.estimate import estimate, exact_blocks
+from tekfac.fisher.estimating import estimate, exact_blocks
 from tekfac.fisher.options import Options
 from tekfac.fisher.storage import load, save
 

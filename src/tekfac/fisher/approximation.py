@@ -47,8 +47,12 @@ class Approximation:
     @property
     def label(self) -> str:
         """For tables: the method, and the sharing where it is not the method's own."""
-        own = methods.default_settings(self.method)["sharing"]
-        return self.method.name if self.sharing == own else f"{self.method.name} ({self.sharing})"
+        return self.method.name if self.usual else f"{self.method.name} ({self.sharing})"
+
+    @property
+    def usual(self) -> bool:
+        """Whether the sharing is the method's own."""
+        return bool(self.sharing == methods.default_settings(self.method)["sharing"])
 
     @property
     def factor_choice(self) -> tuple[str, str]:

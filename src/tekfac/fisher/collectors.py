@@ -1,4 +1,4 @@
-"""What is summed up over a data set for one layer. The sums are kept in float64, whatever the layer has."""
+"""What is summed up over a data set for one layer. Sums of batches are added in float64."""
 
 from __future__ import annotations
 
@@ -98,42 +98,33 @@ class DenseSum:
             self._total += rows.mT @ rows
 
     def matrices(self, num_terms: int) -> Tensor:
-        """F, [G, d_out * d_in, d_out * d_in]."""
+        """F, [G, d_out * d_in, d_out * d_in]; the sum is used up."""
         assert self._total is not None, "nothing was added"
-        return self._total / num_terms
-
-    def state(self) -> dict[str, Tensor]:
-        """The sum."""
-        return {} if self._total is None else {"total": self._total}
-
-    def load(self, state: Mapping[str, Tensor]) -> None:
-        """Go on from there."""
-        self._total = state["total"].clone()
+        total, self._total = self._total, None
+        return total.div_(num_terms)
 
 
 class RowList:
     """All gradients of all samples and columns: the rows J with F = J^T J / M."""
 
-    def __init__(self, memory_budget: int) -> None:
+    def __init__(self, num_rows: int, memory_budget: int) -> None:
+        self._num_rows = num_rows
         self._memory_budget = memory_budget
-        self._parts: list[Tensor] = []
+        self._filled = 0
+        self._rows: Tensor | None = None
 
     def add(self, batches: Sequence[LayerBatch]) -> None:
         """Take in one batch of the data."""
-        self._parts += gradient_rows(batches, self._memory_budget)
+        for rows in gradient_rows(batches, self._memory_budget):
+            if self._rows is None:
+                self._rows = rows.new_empty(rows.shape[0], self._num_rows, rows.shape[2])
+            self._rows[:, self._filled : self._filled + rows.shape[1]] = rows
+            self._filled += rows.shape[1]
 
     def rows(self) -> Tensor:
-        """J, [G, R, d_out * d_in]; the list is used up."""
-        rows, self._parts = torch.cat(self._parts, dim=1), []
-        return rows
-
-    def state(self) -> dict[str, Tensor]:
-        """The rows."""
-        return {"rows": torch.cat(self._parts, dim=1)} if self._parts else {}
-
-    def load(self, state: Mapping[str, Tensor]) -> None:
-        """Go on from there."""
-        self._parts = [state["rows"]]
+        """J, [G, R, d_out * d_in]."""
+        assert self._rows is not None, "nothing was added"
+        return self._rows
 
 
 class ProbeProducts:
@@ -158,14 +149,6 @@ class ProbeProducts:
         """F v for every probe, [G, P, d_out * d_in]."""
         return self._total / num_terms
 
-    def state(self) -> dict[str, Tensor]:
-        """The sum, and the probes it is for."""
-        return {"total": self._total, "probes": self.probes}
-
-    def load(self, state: Mapping[str, Tensor]) -> None:
-        """Go on from there."""
-        self._total, self.probes = state["total"].clone(), state["probes"]
-
 
 class RowCount:
     """How many rows J would have.
@@ -180,14 +163,6 @@ class RowCount:
     def add(self, batches: Sequence[LayerBatch]) -> None:
         """Take in one batch of the data."""
         self.count += sum(batch.shape.samples * batch.shape.columns for batch in batches)
-
-    def state(self) -> dict[str, Tensor]:
-        """The count."""
-        return {"count": torch.tensor(self.count)}
-
-    def load(self, state: Mapping[str, Tensor]) -> None:
-        """Go on from there."""
-        self.count = int(state["count"])
 
 
 def gradient_rows(batches: Sequence[LayerBatch], memory_budget: int) -> Iterator[Tensor]:

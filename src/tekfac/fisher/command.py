@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import logging
-import shlex
 import sys
 from collections.abc import Iterable, Iterator
 from copy import deepcopy
@@ -15,13 +14,15 @@ import torch
 from torch import nn
 
 from tekfac.capture import FISHER_KINDS
+from tekfac.extras import require
 from tekfac.fisher import digits, figures
-from tekfac.fisher.compare import ALL_METHODS, DEFAULT_EXACT_MEMORY, DEFAULT_PROBES, compare
+from tekfac.fisher.approximation import Approximation
+from tekfac.fisher.comparing import ALL_METHODS, DEFAULT_EXACT_MEMORY, DEFAULT_PROBES, compare
 from tekfac.fisher.comparison import Comparison, write_csv, write_json
-from tekfac.fisher.estimate import estimate, exact_blocks
+from tekfac.fisher.estimating import estimate, exact_blocks
 from tekfac.fisher.findings import Finding, findings
 from tekfac.fisher.options import Keywords
-from tekfac.fisher.sources import Limited, batches, load_state, named_callable
+from tekfac.fisher.sources import Limited, batches, distinct, load_state, made_by
 from tekfac.likelihoods import LIKELIHOODS
 
 DIGITS = "digits"
@@ -107,8 +108,9 @@ def add_to(commands: Any) -> None:
 
 
 def run(options: argparse.Namespace) -> None:
-    """Measure, print the table and what it says, write files and figures."""
+    """Measure, write files and figures, print the table and what it says."""
     logging.basicConfig(level=logging.WARNING, format="%(message)s")
+    _check(options)
     dtype = torch.float32 if options.float32 else torch.float64
     loader = Limited(_data(options), options.samples, dtype)
     keywords: Keywords = {
@@ -121,6 +123,7 @@ def run(options: argparse.Namespace) -> None:
     comparisons: dict[str, Comparison] = {}
     model: nn.Module | None = None
     for point, model, is_last in _points(options, dtype):
+        _check_heat_map(options, model)
         print(f"Measuring {point} ...", file=sys.stderr)
         comparisons[point] = compare(
             model,
@@ -134,45 +137,63 @@ def run(options: argparse.Namespace) -> None:
         )
     assert model is not None
     last, found = list(comparisons)[-1], findings(list(comparisons.values()))
-    print(
-        f"\n{_title(options)}, {last}; {comparisons[last].metadata['samples']} samples\n\n{comparisons[last]}\n"
-    )
+    written = _write_numbers(options, comparisons, found)
+    samples = comparisons[last].metadata["samples"]
+    print(f"\n{_title(options)}, {last}; {samples} samples\n\n{comparisons[last]}\n")
     print("\n".join(map(str, found)))
-    options.out.mkdir(parents=True, exist_ok=True)
-    _write_numbers(options, comparisons, found)
     if not options.no_figures:
-        _write_figures(options, comparisons, model, loader, keywords)
-    print(f"\nWritten to {options.out}: {', '.join(sorted(path.name for path in options.out.iterdir()))}")
+        written += _write_figures(options, comparisons, model, loader, keywords)
+    print(f"\nWritten to {options.out}: {', '.join(written)}")
     contradicted = [finding for finding in found if finding.contradicted]
     if contradicted:
         raise ValueError(f"Mathematics rules this out; please report it: {contradicted[0]}")
+
+
+def _check(options: argparse.Namespace) -> None:
+    """What can be known to fail before any work is done."""
+    if options.network != DIGITS and options.data is None:
+        raise ValueError("--network needs --data: a function that returns batches (inputs, targets).")
+    if options.network == DIGITS and options.data is not None:
+        raise ValueError("--data needs --network: a function that returns the network it is data of.")
+    for name in options.methods:
+        Approximation.named(name)
+    if not options.no_figures:
+        require("matplotlib", "A figure (--no-figures does without)")
+    options.out.mkdir(parents=True, exist_ok=True)
+
+
+def _check_heat_map(options: argparse.Namespace, model: nn.Module) -> None:
+    if options.heat_map is not None and options.heat_map not in dict(model.named_modules()):
+        raise ValueError(f"No layer {options.heat_map!r} for --heat-map in {type(model).__name__}.")
 
 
 # -- in ------------------------------------------------------------------------------------------------------
 
 
 def _data(options: argparse.Namespace) -> Iterable[Any]:
-    if options.data is not None:
-        loader: Iterable[Any] = named_callable(options.data, "--data")()
-        return loader
-    if options.network != DIGITS:
-        raise ValueError("--network needs --data: a function that returns batches (inputs, targets).")
-    return batches(*digits.data(), size=128)
+    if options.data is None:
+        return batches(*digits.data(), size=128)
+    loader = made_by(options.data, "--data")
+    if isinstance(loader, Iterator) or not isinstance(loader, Iterable):
+        raise ValueError(
+            f"--data {options.data} returned a {type(loader).__name__}. Expected batches that can be read "
+            "several times: a DataLoader or a list."
+        )
+    return loader
 
 
 def _points(options: argparse.Namespace, dtype: torch.dtype) -> Points:
     """The network at each of its checkpoints; the digits CNN along its training, if it has none."""
     torch.manual_seed(options.seed)
-    model = digits.network() if options.network == DIGITS else named_callable(options.network, "--network")()
+    model = digits.network() if options.network == DIGITS else made_by(options.network, "--network")
     if not isinstance(model, nn.Module):
-        raise ValueError(
-            f"--network {options.network} returned a {type(model).__name__}. Expected an nn.Module."
-        )
+        kind = type(model).__name__
+        raise ValueError(f"--network {options.network} returned a {kind}. Expected an nn.Module.")
     model = model.to(dtype)
     if options.state:
-        for path in options.state:
+        for name, path in zip(distinct(options.state), options.state, strict=True):
             load_state(model, path)
-            yield Path(path).stem, model, path == options.state[-1]
+            yield name, model, path == options.state[-1]
     elif options.network == DIGITS:
         for epoch, accuracy in digits.training(model, EPOCHS[-1], options.seed):
             if epoch in EPOCHS:
@@ -190,14 +211,14 @@ def _title(options: argparse.Namespace) -> str:
 
 def _write_numbers(
     options: argparse.Namespace, comparisons: dict[str, Comparison], found: list[Finding]
-) -> None:
+) -> list[str]:
     rows = [{"point": point, **row.plain()} for point, c in comparisons.items() for row in c.rows]
     write_csv(options.out / "comparison.csv", rows)
     claims = [
         {"kind": f.kind, "claim": f.claim, "held": f.held, "cases": f.cases, "margin": f.margin} for f in found
     ]
     plain = {
-        "command": shlex.join(["tekfac", *sys.argv[1:]]),
+        "command": options.command_line,
         "findings": claims,
         "points": {point: comparison.plain() for point, comparison in comparisons.items()},
     }
@@ -205,6 +226,7 @@ def _write_numbers(
     table = [f"{point}\n\n{comparison}\n" for point, comparison in comparisons.items()]
     text = "\n".join([*table, *map(str, found)])
     (options.out / "comparison.txt").write_text(text + "\n", encoding="utf-8")
+    return ["comparison.csv", "comparison.json", "comparison.txt"]
 
 
 def _write_figures(
@@ -213,25 +235,28 @@ def _write_figures(
     model: nn.Module,
     loader: Iterable[Any],
     keywords: Keywords,
-) -> None:
+) -> list[str]:
     last = list(comparisons.values())[-1]
-    figures.save(figures.errors(last), options.out / "errors")
-    figures.save(figures.spectra(last), options.out / "spectra")
+    drawn = {"errors": figures.errors(last), "angles": figures.angles(last), "spectra": figures.spectra(last)}
     if len(comparisons) > 1:
         short = {point.partition(" (")[0].removeprefix("epoch "): c for point, c in comparisons.items()}
         xlabel = "epoch" if options.network == DIGITS and not options.state else "checkpoint"
-        figures.save(figures.along_training(short, xlabel), options.out / "training")
-    sizes = {name: truth.shape.size for name, truth in last.truths.items()}
-    layer = options.heat_map or min(sizes, key=lambda name: sizes[name])
-    if options.heat_map is None and sizes[layer] > HEAT_MAP_ROWS:
-        return
-    one: Keywords = {**keywords, "layers": [layer], "progress": False}
-    approximations = {
-        a.label: estimate(model, loader, method=a.method.name, sharing=a.sharing, **one)[layer]
-        for a in last.compared
-    }
-    exact = exact_blocks(model, loader, **one)[layer]
-    figures.save(figures.heat_maps(exact, approximations), options.out / "heat-map")
+        drawn["training"] = figures.along_training(short, xlabel)
+    sizes = {name: truth.shape.size for name, truth in last.truths.items() if truth.trace > 0}
+    layer = options.heat_map or min(sizes, key=lambda name: sizes[name], default=None)
+    if options.heat_map is None and (layer is None or sizes[layer] > HEAT_MAP_ROWS):
+        print(f"No heat map: no layer has up to {HEAT_MAP_ROWS} parameters (--heat-map LAYER draws any).")
+    else:
+        one: Keywords = {**keywords, "layers": [str(layer)], "progress": False}
+        approximations = {
+            a.label: estimate(model, loader, method=a.method.name, sharing=a.sharing, **one)[str(layer)]
+            for a in last.compared
+        }
+        exact = exact_blocks(model, loader, **one)[str(layer)]
+        drawn["heat-map"] = figures.heat_maps(exact, approximations)
+    for name, figure in drawn.items():
+        figures.save(figure, options.out / name)
+    return [f"{name}.{ending}" for name in drawn for ending in ("png", "pdf")]
 
 
 def _positive(text: str) -> int:

@@ -91,12 +91,15 @@ class Row:
         """|F - F_hat| / |F|, with an interval where it is estimated."""
         if not self.squared_norm.value > 0:
             return Interval(math.nan, math.nan, math.nan)
+        if self.squared_norm.exact:
+            error = math.sqrt(max(0.0, self.squared_error.value) / self.squared_norm.value)
+            return Interval(error, error, error)
         # error^2 = norm^2 + a known number, so that the quotient grows or falls with the norm alone.
         known = self.squared_error.value - self.squared_norm.value
-        ends = [self.squared_norm.low, self.squared_norm.value, self.squared_norm.high]
-        low, value, high = (math.sqrt(max(0.0, end + known) / end) if end > 0 else 0.0 for end in ends)
-        if self.squared_norm.exact:
-            value = low = high = math.sqrt(self.squared_error.value / self.squared_norm.value)
+        low, value, high = (
+            math.sqrt(max(0.0, end + known) / end) if end > 0 else math.inf if known > 0 else 0.0
+            for end in (self.squared_norm.low, self.squared_norm.value, self.squared_norm.high)
+        )
         return Interval(value, min(low, high), max(low, high))
 
     @property

@@ -1,7 +1,8 @@
 """Figures of a comparison, for print: one column or one page wide, with colours that the colour-blind can tell.
 
 The look of a method is its place in the table of methods: blue for plain factors, orange for trace-restricted
-ones; light and dashed for products of eigenvalues, dark and solid for corrected second moments.
+ones; light and dashed for products of eigenvalues, dark and solid for corrected second moments; hatched and
+dotted where the sharing is not the method's own.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import torch
 from tekfac.blocks import Block
 from tekfac.extras import require
 from tekfac.fisher.approximation import Approximation
-from tekfac.fisher.comparison import Comparison
+from tekfac.fisher.comparison import Comparison, Interval
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -32,6 +33,8 @@ COLOURS = {  # (trace-restricted, corrected)
 TRUE_COLOUR = "#222222"
 PAGE = 7.0
 """Width in inches."""
+
+CHARACTERS_PER_PAGE = 100
 
 STYLE = {
     "font.size": 8,
@@ -55,21 +58,46 @@ def save(figure: Figure, path: str | Path) -> None:
 
 def errors(comparison: Comparison) -> Figure:
     """Relative Frobenius error of every layer and method, with intervals where it is estimated."""
-    layers, compared = list(comparison.truths), comparison.compared
+    found = {
+        a.label: [comparison.row(layer, a.label).error for layer in comparison.truths]
+        for a in comparison.compared
+    }
+    return _bars(comparison, found, "‖F − F̂‖ / ‖F‖")
+
+
+def angles(comparison: Comparison) -> Figure:
+    """Angle between the preconditioned gradients, by the approximation and by the exact block."""
+    found = {}
+    for approximation in comparison.compared:
+        rows = [comparison.row(layer, approximation.label) for layer in comparison.truths]
+        degrees = [math.nan if row.angle is None else row.angle for row in rows]
+        found[approximation.label] = [Interval(angle, angle, angle) for angle in degrees]
+    return _bars(comparison, found, "angle, degrees")
+
+
+def _bars(comparison: Comparison, found: Mapping[str, Sequence[Interval]], ylabel: str) -> Figure:
+    """A group of bars per layer."""
+    compared, labels = comparison.compared, _short(list(comparison.truths))
     width = 0.8 / len(compared)
+    upright = sum(len(label) + 3 for label in labels) > CHARACTERS_PER_PAGE
     with _style():
-        figure = _figure(2.6)
+        figure = _figure(3.2 if upright else 2.6)
         axes = figure.subplots()
         for index, approximation in enumerate(compared):
-            found = [comparison.row(layer, approximation.label).error for layer in layers]
-            places = [place + (index - (len(compared) - 1) / 2) * width for place in range(len(layers))]
-            heights = [e.value for e in found]
-            axes.bar(places, heights, 0.92 * width, label=approximation.label, color=_colour(approximation))
-            if any(not e.exact for e in found):
-                spread = [[e.value - e.low for e in found], [e.high - e.value for e in found]]
+            own = found[approximation.label]
+            places = [place + (index - (len(compared) - 1) / 2) * width for place in range(len(labels))]
+            heights = [e.value for e in own]
+            bars = axes.bar(
+                places, heights, 0.92 * width, label=approximation.label, color=_colour(approximation)
+            )
+            if not approximation.usual:
+                for bar in bars:
+                    bar.set(hatch="////", edgecolor="white", linewidth=0)
+            if any(e.low < e.high for e in own):
+                spread = [[e.value - e.low for e in own], [e.high - e.value for e in own]]
                 axes.errorbar(places, heights, spread, fmt="none", ecolor="k", elinewidth=0.6)
-        axes.set_xticks(range(len(layers)), _short(layers), rotation=90 if len(layers) > 12 else 0)
-        axes.set_ylabel("‖F − F̂‖ / ‖F‖")
+        axes.set_xticks(range(len(labels)), labels, rotation=90 if upright else 0)
+        axes.set_ylabel(ylabel)
         axes.set_xlabel("layer")
         axes.margins(x=0.01)
         figure.legend(loc="outside upper center", ncols=len(compared), frameon=False)
@@ -85,8 +113,9 @@ def spectra(comparison: Comparison) -> Figure:
     if all(row.diagonal is None for row in comparison.rows):
         raise ValueError("The comparison has no spectra. Make it with fisher.compare(..., spectra=True).")
     with _style():
-        figure, panels = _panels(len(comparison.truths), height=2.0)
-        for axes, (layer, truth) in zip(panels, comparison.truths.items(), strict=False):
+        truths = {layer: truth for layer, truth in comparison.truths.items() if truth.trace > 0}
+        figure, panels = _panels(len(truths), height=2.0)
+        for axes, (layer, truth) in zip(panels, truths.items(), strict=False):
             rows = [comparison.row(layer, approximation.label) for approximation in comparison.compared]
             floor = 1e-8 * max(float(row.diagonal[0]) for row in rows if row.diagonal is not None)
             if truth.eigenvalues is not None:
@@ -95,7 +124,7 @@ def spectra(comparison: Comparison) -> Figure:
             for approximation, row in zip(comparison.compared, rows, strict=True):
                 if row.diagonal is not None:
                     _ranked(axes, row.diagonal, floor, label=approximation.label, **_line(approximation))
-            axes.set(xscale="log", yscale="log", title=f"{layer} ({truth.shape.size})")
+            axes.set(xscale="log", yscale="log", title=f"{_short([layer])[0]} ({truth.shape.size})")
         _outer_labels(panels, "rank", "eigenvalue")
         handles, labels = panels[0].get_legend_handles_labels()
         figure.legend(handles, labels, loc="outside upper center", ncols=len(labels), frameon=False)
@@ -121,7 +150,8 @@ def heat_maps(exact: Block, approximations: Mapping[str, Block]) -> Figure:
         axes[1, 0].text(
             0.5,
             0.5,
-            "above: the block\nand its approximations\n\nbelow: the differences\nF̂ − F",
+            "above: the block\nand its approximations\n\n"
+            "below: the differences\nF̂ − F, and the error\n‖F − F̂‖ / ‖F‖",
             ha="center",
             va="center",
             transform=axes[1, 0].transAxes,
@@ -130,11 +160,13 @@ def heat_maps(exact: Block, approximations: Mapping[str, Block]) -> Figure:
             axes[0, column].imshow(matrix.numpy(), **look)
             axes[0, column].set_title(label)
             axes[1, column].imshow((matrix - truth).numpy(), **look)
-            axes[1, column].set_xlabel(f"‖F − F̂‖ / ‖F‖ = {float((matrix - truth).norm()) / norm:.3f}")
+            axes[1, column].set_xlabel(f"error {float((matrix - truth).norm()) / norm:.3f}")
         for panel in axes.flat:
             panel.set(xticks=[], yticks=[])
             panel.spines[["top", "right"]].set_visible(True)
-        figure.colorbar(image, ax=axes, shrink=0.7, aspect=40, pad=0.01)
+        figure.colorbar(
+            image, ax=axes, shrink=0.7, aspect=40, pad=0.01, extend="both", label="entry of the matrix"
+        )
     return figure
 
 
@@ -156,8 +188,11 @@ def along_training(comparisons: Mapping[str, Comparison], xlabel: str = "epoch")
                         color=_colour(approximation),
                         alpha=0.15,
                     )
-            axes.set_xticks(range(len(comparisons)), list(comparisons))
-            axes.set(title=layer, ylim=(0, None))
+            labels = _short(list(comparisons))
+            crowded = sum(len(label) + 2 for label in labels) > CHARACTERS_PER_PAGE / 4
+            shown = range(0, len(labels), max(1, len(labels) // 6))
+            axes.set_xticks(shown, [labels[i] for i in shown], rotation=90 if crowded else 0)
+            axes.set(title=_short([layer])[0], ylim=(0, None))
         _outer_labels(panels, xlabel, "‖F − F̂‖ / ‖F‖")
         labels = [approximation.label for approximation in first.compared]
         figure.legend(panels[0].lines, labels, loc="outside upper center", ncols=len(labels), frameon=False)
@@ -184,7 +219,8 @@ def _colour(approximation: Approximation) -> str:
 
 
 def _line(approximation: Approximation) -> dict[str, Any]:
-    return {"color": _colour(approximation), "linestyle": "-" if approximation.corrected else "--"}
+    style = "-" if approximation.corrected else "--"
+    return {"color": _colour(approximation), "linestyle": style if approximation.usual else ":"}
 
 
 def _panels(count: int, height: float) -> tuple[Figure, list[Axes]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,7 @@ def write(path: str | Path, tensors: Mapping[str, Tensor], metadata: Mapping[str
     unfinished = path.with_name(f"{path.name}.unfinished")
     own = {name: tensor.detach().cpu().clone().contiguous() for name, tensor in tensors.items()}
     safetensors.save_file(own, unfinished, metadata={KEY: json.dumps(metadata)})
+    unfinished.chmod(0o666 & ~_umask())  # safetensors writes files for their owner alone
     unfinished.replace(path)
 
 
@@ -39,6 +41,8 @@ def read(path: str | Path, kind: str) -> tuple[dict[str, Tensor], dict[str, Any]
         ValueError: for a file that was not written here, or that holds something else.
     """
     safetensors = require("safetensors", "Loading Fisher blocks")
+    if Path(path).is_dir():
+        raise ValueError(f"{str(path)!r} is a folder. Expected a file.")
     if not Path(path).is_file():
         raise FileNotFoundError(f"There is no file {str(path)!r}.")
     try:
@@ -51,3 +55,10 @@ def read(path: str | Path, kind: str) -> tuple[dict[str, Tensor], dict[str, Any]
         found = metadata.get("kind", "something that tekfac did not write")
         raise ValueError(f"{str(path)!r} holds {found}. Expected {kind}.")
     return tensors, metadata
+
+
+def _umask() -> int:
+    """The permissions that this process does not give."""
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask

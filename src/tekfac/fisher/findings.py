@@ -85,9 +85,9 @@ def _theorem(comparisons: Sequence[Comparison], product: Approximation, correcte
         better.squared_error.value <= worse.squared_error.value + TOLERANCE * worse.squared_norm.value
         for worse, better in cases
     )
-    ratios = {
-        (worse.layer, better.error.value / worse.error.value) for worse, better in cases if worse.error.value
-    }
+    ratios = [
+        (better.error.value / worse.error.value, worse.layer) for worse, better in cases if worse.error.value
+    ]
     # Pythagoras: the squares differ by |S - Theta|^2 exactly.
     defects = [
         abs(worse.squared_error.value - better.squared_error.value - worse.excess) / worse.squared_norm.value
@@ -96,11 +96,11 @@ def _theorem(comparisons: Sequence[Comparison], product: Approximation, correcte
     ]
     margin = "The errors are 0."
     if ratios:
-        layer, least = max(ratios, key=lambda case: case[1])
+        largest, layer = max(ratios)
         margin = (
-            f"The smaller error is {median(ratio for _, ratio in ratios):.3f} of the larger one in the median, "
-            f"{least:.6f} at most (layer {layer!r}). The squares differ by ‖S − Θ‖², up to "
-            f"{max(defects):.0e} ‖F‖²."
+            f"The smaller error is {median(ratio for ratio, _ in ratios):.3f} of the larger one in the median, "
+            f"{largest:.6f} at most (layer {layer!r}). Its square is smaller by ‖S − Θ‖², the distance of the "
+            f"two diagonals, as it must be: the deviation is {max(defects):.0e} ‖F‖² at most."
         )
     claim = f"‖F − {corrected.label}‖ ≤ ‖F − {product.label}‖"
     return Finding(claim, "theorem", held, len(cases), margin)

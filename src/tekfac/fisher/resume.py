@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
+import torch
 from torch import Tensor
 
 from tekfac.fisher import files
+from tekfac.fisher.batch import DataHash
 from tekfac.sampling import Sampling
 
 logger = logging.getLogger("tekfac")
 
 KIND = "an unfinished survey"
-SEPARATOR = "::"
 
 
 @dataclass
@@ -28,22 +30,16 @@ class Count:
         batches: how many batches.
         samples: how many samples.
         terms: M, the number of loss terms.
-        checksum: a sum over the data that does not depend on their order.
-        magnitude: what the rounding of that sum goes by.
+        data: a hash of the data.
     """
 
     batches: int = 0
     samples: int = 0
     terms: int = 0
-    checksum: float = 0.0
-    magnitude: float = 0.0
-
-    def of_same_data_as(self, other: Count) -> bool:
-        """Whether two passes have seen the same samples, in whatever order."""
-        same_sums = abs(self.checksum - other.checksum) <= 1e-9 * max(self.magnitude, other.magnitude)
-        return (self.samples, self.terms) == (other.samples, other.terms) and same_sums
+    data: DataHash = field(default_factory=DataHash)
 
 
+@runtime_checkable
 class HasState(Protocol):
     """What can be put away and taken up again."""
 
@@ -66,15 +62,11 @@ class Record:
     Attributes:
         count: what it has seen.
         seen: the layers it has seen.
-        first: fingerprint of the first batch.
-        last: fingerprint of the last batch.
         complete: whether it has come to the end.
     """
 
     count: Count = field(default_factory=Count)
     seen: list[str] = field(default_factory=list)
-    first: float = 0.0
-    last: float = 0.0
     complete: bool = False
 
 
@@ -92,6 +84,8 @@ class Resume:
 
     def __init__(self, path: str | Path, signature: Mapping[str, Any], seconds: float) -> None:
         files.require_safetensors("checkpoint=")
+        if not seconds >= 0:
+            raise ValueError(f"Invalid checkpoint_seconds: {seconds!r}. Expected a number, not negative.")
         self._path = Path(path)
         self._signature = dict(signature)
         self._seconds = seconds
@@ -106,31 +100,28 @@ class Resume:
         """How far the pass had come, if it had begun."""
         return self._records.get(title)
 
-    def restore(self, title: str, collectors: Collectors, sampling: Sampling) -> None:
+    def restore(self, title: str, collectors: Collectors, sampling: Sampling, device: torch.device) -> None:
         """Put what was summed up in the pass back into its collectors."""
+        states: dict[tuple[str, int], dict[str, Tensor]] = {}
+        for key, tensor in self._tensors.items():
+            of_pass, name, index, part = json.loads(key)
+            if of_pass == title:
+                states.setdefault((name, index), {})[part] = tensor.to(device)
         for name, own in collectors.items():
             for index, collector in enumerate(own):
-                prefix = _key(title, name, index, "")
-                state = {k.removeprefix(prefix): t for k, t in self._tensors.items() if k.startswith(prefix)}
-                if state:
-                    collector.load(state)
+                if (name, index) in states:
+                    collector.load(states[name, index])
         if self._sampling is not None and not self._records[title].complete:
             sampling.load(self._sampling)
         count = self._records[title].count
         logger.info("%s: taken up after %d batch(es) from %s.", title, count.batches, self._path)
 
     def note(
-        self,
-        title: str,
-        count: Count,
-        seen: Iterable[str],
-        collectors: Collectors,
-        sampling: Sampling,
-        fingerprint: float,
+        self, title: str, count: Count, seen: Iterable[str], collectors: Collectors, sampling: Sampling
     ) -> None:
         """One more batch is done; write the file if it is time to."""
-        record = self._records.setdefault(title, Record(first=fingerprint))
-        record.count, record.seen, record.last = count, sorted(seen), fingerprint
+        record = self._records.setdefault(title, Record())
+        record.count, record.seen = count, sorted(seen)
         if time.monotonic() - self._written >= self._seconds:
             self._write(title, collectors, sampling)
 
@@ -139,10 +130,9 @@ class Resume:
         self._records[title].complete = True
         self._write(title, collectors, sampling)
 
-    def require_same_data(self, title: str, fingerprint: float, *, first: bool = False) -> None:
-        """Raise ValueError where a batch is not the one that was there when the pass was interrupted."""
-        record = self._records[title]
-        if fingerprint != (record.first if first else record.last):
+    def require_same_data(self, title: str, seen: DataHash) -> None:
+        """Raise ValueError where what the loader gave is not what the pass had seen."""
+        if seen != self._records[title].count.data:
             raise ValueError(
                 f"{self._path} cannot be taken up: the loader gives other data, or another order, than when it "
                 "was written. Use a loader that does not shuffle or augment, or remove the file to start anew."
@@ -151,19 +141,17 @@ class Resume:
     def _write(self, title: str, collectors: Collectors, sampling: Sampling) -> None:
         for name, own in collectors.items():
             for index, collector in enumerate(own):
-                for key, tensor in collector.state().items():
-                    self._tensors[_key(title, name, index, key)] = tensor
+                for part, tensor in collector.state().items():
+                    self._tensors[json.dumps([title, name, index, part])] = tensor
         saved = sampling.state()
-        tensors = dict(self._tensors)
-        if saved["state"] is not None:
-            tensors["sampling"] = saved["state"]
         metadata = {
             "kind": KIND,
             "signature": self._signature,
             "records": {name: asdict(record) for name, record in self._records.items()},
             "sampling": {"seed": saved["seed"], "device": saved["device"]},
         }
-        files.write(self._path, tensors, metadata)
+        drawn = {} if saved["state"] is None else {"sampling": saved["state"]}
+        files.write(self._path, {**self._tensors, **drawn}, metadata)
         self._written = time.monotonic()
 
     def _read(self) -> None:
@@ -176,12 +164,7 @@ class Resume:
                 f"{self._path} is of another survey: {changes}. Give another file, or remove this one to start "
                 "anew."
             )
-        self._records = {
-            name: Record(**{**record, "count": Count(**record["count"])})
-            for name, record in metadata["records"].items()
-        }
+        for name, record in metadata["records"].items():
+            count = Count(**{**record["count"], "data": DataHash(**record["count"]["data"])})
+            self._records[name] = Record(count, record["seen"], record["complete"])
         self._sampling = {**metadata["sampling"], "state": self._tensors.pop("sampling", None)}
-
-
-def _key(*parts: object) -> str:
-    return SEPARATOR.join(map(str, parts))

@@ -4,22 +4,23 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import pickle
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from tekfac.fisher.batch import map_tensors, tensors_of
+from tekfac.fisher.batch import length, map_tensors
 
 NESTED = ("model", "state_dict", "model_state_dict", "net", "network")
 """Where checkpoints of training runs usually keep the model's parameters."""
 
 
-def named_callable(name: str, what: str) -> Callable[[], Any]:
-    """The function that `package.module:function` or `path/to/file.py:function` names.
+def made_by(name: str, option: str) -> Any:
+    """What the function returns that `package.module:function` or `path/to/file.py:function` names.
 
     Raises:
         ValueError: if there is no such module or function.
@@ -27,20 +28,19 @@ def named_callable(name: str, what: str) -> Callable[[], Any]:
     place, _, attribute = name.rpartition(":")
     if not place:
         raise ValueError(
-            f"Cannot read {what} {name!r}. Expected package.module:function or path/to/file.py:function, a "
+            f"Cannot read {option} {name!r}. Expected package.module:function or path/to/file.py:function, a "
             "function without arguments."
         )
     try:
-        module = _from_file(Path(place)) if place.endswith(".py") else importlib.import_module(place)
+        module = _from_file(Path(place)) if place.endswith(".py") else _from_name(place)
     except (ModuleNotFoundError, FileNotFoundError) as error:
-        raise ValueError(f"Cannot import {place!r} for {what}: {error}.") from error
+        raise ValueError(f"Cannot import {place!r} for {option}: {error}.") from error
     function = getattr(module, attribute, None)
     if not callable(function):
         names = [n for n, value in vars(module).items() if callable(value) and not n.startswith("_")]
-        raise ValueError(
-            f"{place!r} has no function {attribute!r} for {what}. It has {', '.join(names) or 'none'}."
-        )
-    return function  # type: ignore[no-any-return]
+        known = ", ".join(names) or "none"
+        raise ValueError(f"{place!r} has no function {attribute!r} for {option}. It has {known}.")
+    return function()
 
 
 def load_state(model: nn.Module, path: str | Path) -> None:
@@ -51,7 +51,13 @@ def load_state(model: nn.Module, path: str | Path) -> None:
     """
     if not Path(path).is_file():
         raise ValueError(f"There is no checkpoint {str(path)!r}.")
-    saved = torch.load(path, map_location="cpu", weights_only=True)
+    try:
+        saved = torch.load(path, map_location="cpu", weights_only=True)
+    except (pickle.UnpicklingError, RuntimeError, EOFError) as error:
+        raise ValueError(
+            f"{str(path)!r} is no checkpoint of tensors that can be read safely ({type(error).__name__}). Save "
+            "torch.save(model.state_dict(), ...), not the model itself."
+        ) from error
     state = saved
     if isinstance(saved, Mapping) and not all(isinstance(value, Tensor) for value in saved.values()):
         inside = [key for key in NESTED if isinstance(saved.get(key), Mapping)]
@@ -78,16 +84,22 @@ class Limited:
     def __iter__(self) -> Iterator[Any]:
         left = self._samples
         for batch in self._loader:
-            if left is not None and left <= 0:
-                return
-            size = _size(batch)
+            size = length(batch)
+            if left is not None and size > left:
+                batch = map_tensors(batch, lambda tensor, n=size, count=left: _first(tensor, n, count))  # type: ignore[misc]
             if left is not None:
-                batch = map_tensors(batch, lambda tensor, count=left: tensor[:count])  # type: ignore[misc]
                 left -= size
             yield map_tensors(batch, self._cast)
+            if left is not None and left <= 0:
+                return
 
     def _cast(self, tensor: Tensor) -> Tensor:
         return tensor.to(self._dtype) if tensor.is_floating_point() else tensor
+
+
+def _first(tensor: Tensor, size: int, count: int) -> Tensor:
+    """The first samples, of tensors that have one row per sample."""
+    return tensor[:count] if tensor.ndim and len(tensor) == size else tensor
 
 
 def batches(images: Tensor, labels: Tensor, size: int) -> list[tuple[Tensor, Tensor]]:
@@ -95,20 +107,38 @@ def batches(images: Tensor, labels: Tensor, size: int) -> list[tuple[Tensor, Ten
     return list(zip(torch.split(images, size), torch.split(labels, size), strict=True))
 
 
+def distinct(paths: Sequence[str]) -> list[str]:
+    """Short names of files: without folder and ending where these tell nothing."""
+    stems = [Path(path).stem for path in paths]
+    return stems if len(set(stems)) == len(stems) else list(paths)
+
+
+def _from_name(name: str) -> Any:
+    """A module, also one of the current folder."""
+    if "" not in sys.path and str(Path.cwd()) not in sys.path:
+        sys.path.insert(0, str(Path.cwd()))
+    return importlib.import_module(name)
+
+
 def _from_file(path: Path) -> Any:
+    """A file as a module, which may import its neighbours, then and later."""
     if not path.is_file():
         raise FileNotFoundError(f"no file {str(path)!r}")
-    spec = importlib.util.spec_from_file_location(path.stem, path)
+    path = path.resolve()
+    name = f"_tekfac_user_{path.stem}"
+    known = sys.modules.get(name)
+    if known is not None and getattr(known, "__file__", None) == str(path):
+        return known
+    spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    sys.path.insert(0, str(path.parent))  # so that the file may import its neighbours
+    if str(path.parent) not in sys.path:
+        sys.path.insert(0, str(path.parent))
+    sys.modules[name] = module
     try:
         spec.loader.exec_module(module)
-    finally:
-        sys.path.remove(str(path.parent))
+    except BaseException:
+        del sys.modules[name]
+        raise
     return module
-
-
-def _size(batch: Any) -> int:
-    return next((len(tensor) for tensor in tensors_of(batch)), 0)

@@ -7,6 +7,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from tekfac.block_diagonal import BlockDiagonal
@@ -17,23 +18,22 @@ from tekfac.layers import LayerShape
 
 KIND = "Fisher blocks"
 VERSION = 1
-SEPARATOR = "::"
 
 
 def save(blocks: BlockDiagonal[Block], path: str | Path) -> None:
     """Write blocks and their metadata to a safetensors file."""
     tensors: dict[str, Tensor] = {}
     layers = []
-    for name, block in blocks.items():
+    for index, block in enumerate(blocks.values()):
         parts, plain = _to_parts(block)
-        tensors |= {f"{name}{SEPARATOR}{key}": tensor for key, tensor in parts.items()}
+        tensors |= {f"{index}/{block.name}/{key}": tensor for key, tensor in parts.items()}
         layers.append({"shape": asdict(block.shape), "kind": type(block).__name__, **plain})
     metadata = {"kind": KIND, "version": VERSION, "layers": layers, "metadata": dict(blocks.metadata)}
     files.write(path, tensors, metadata)
 
 
-def load(path: str | Path) -> BlockDiagonal[Block]:
-    """The blocks that `save` wrote.
+def load(path: str | Path, device: str | torch.device = "cpu") -> BlockDiagonal[Block]:
+    """The blocks that `save` wrote, on a device.
 
     Raises:
         FileNotFoundError: if there is no such file.
@@ -46,10 +46,10 @@ def load(path: str | Path) -> BlockDiagonal[Block]:
             f"{VERSION}. Update tekfac."
         )
     blocks = []
-    for layer in metadata["layers"]:
+    for index, layer in enumerate(metadata["layers"]):
         shape = LayerShape(**{**layer["shape"], "weight": tuple(layer["shape"]["weight"])})
-        prefix = f"{shape.name}{SEPARATOR}"
-        parts = {key.removeprefix(prefix): t for key, t in tensors.items() if key.startswith(prefix)}
+        prefix = f"{index}/{shape.name}/"
+        parts = {k.removeprefix(prefix): t.to(device) for k, t in tensors.items() if k.startswith(prefix)}
         blocks.append(_from_parts(shape, layer, parts))
     return BlockDiagonal(blocks, metadata["metadata"])
 

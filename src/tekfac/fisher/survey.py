@@ -9,32 +9,51 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.utils.data import Dataset
 
 from tekfac.capture import Capture
 from tekfac.curvature import NonFiniteStatisticsError
 from tekfac.extras import require
-from tekfac.fisher.batch import checksum, fingerprint, map_tensors
+from tekfac.fisher.batch import DataHash, length, map_tensors, tensors_of
 from tekfac.fisher.options import Options
 from tekfac.fisher.resume import Count, HasState, Resume
 from tekfac.groups import take_inventory
 from tekfac.layers import SUPPORTED, Layer
 from tekfac.likelihoods import as_likelihood
-from tekfac.outputs import find_outputs
 from tekfac.rows import LayerBatch
 
 logger = logging.getLogger("tekfac")
 
+MANY_COLUMNS = 1000
+"""Backward passes per batch from which on the exact Fisher is worth a warning."""
 
-class Collector(HasState, Protocol):
-    """Something that is summed up over a data set, for one layer."""
+
+class Collector(Protocol):
+    """Something that is summed up over a data set, for one layer. To be resumed it needs a state, too."""
 
     def add(self, batches: Sequence[LayerBatch]) -> None:
         """Take in what the layer saw in one batch of the data."""
         ...
+
+
+class BatchLoss(NamedTuple):
+    """The loss of a batch.
+
+    Attributes:
+        value: a scalar.
+        outputs: what it is a function of, where that is known.
+        counted: the terms that count, [N, P], where that is known.
+        of_data: whether it is the loss of the data's targets; without targets it is that of some others.
+    """
+
+    value: Tensor
+    outputs: Tensor | None = None
+    counted: Tensor | None = None
+    of_data: bool = True
 
 
 class Survey:
@@ -43,20 +62,22 @@ class Survey:
     Attributes:
         layers: the layers with a block, by name.
         gradients: the gradient of the mean loss of a pass that was asked for it, by layer name, as matrices
-            [G, d_out, d_in].
+            [G, d_out, d_in]; empty where the data have no targets.
         count: of the last pass.
         resume: where passes are written to and taken up from, if anywhere.
     """
 
-    def __init__(self, model: nn.Module, loader: Iterable[Any], options: Options) -> None:
+    def __init__(self, model: nn.Module, loader: Iterable[Any], options: Options, passes: int = 1) -> None:
         if not isinstance(model, nn.Module):
             raise TypeError(f"Expected a model (nn.Module), got {type(model).__name__}.")
+        _require_loader(loader, passes)
         self._model = model
         self._loader = loader
         self._options = options
         self.resume: Resume | None = None
         self._likelihood = as_likelihood(options.likelihood)
         self._passes = 0
+        self._reported = False
         self.layers = _chosen_layers(model, options.layers)
         self.gradients: dict[str, Tensor] = {}
         self.count = Count()
@@ -78,12 +99,6 @@ class Survey:
             ValueError: for a loader that is empty, or that gave other data than in the pass before, and for
                 outputs that are not finite.
         """
-        if isinstance(self._loader, Iterator) and (self._passes or self.resume is not None):
-            why = "need another pass over the data" if self._passes else "are to be taken up from a checkpoint"
-            raise ValueError(
-                f"The {title} {why}, but the loader, a {type(self._loader).__name__}, can be read only once. "
-                "Give a DataLoader or a list of batches."
-            )
         before, self.count = self.count, Count()
         self._passes += 1
         with self._watching() as capture:
@@ -104,24 +119,21 @@ class Survey:
         resume, done = self.resume, self.count.batches
         record = None if resume is None else resume.record(title)
         seen = set() if record is None else set(record.seen)
-        for index, batch in enumerate(self._bar(title)):
-            if resume is not None and record is not None and index == done - 1:
-                resume.require_same_data(title, fingerprint(batch))
+        resumable = _resumable(collectors)
+        skipped = DataHash()
+        for index, batch in enumerate(self._batches(title)):
             if index < done:
+                skipped = skipped.then(batch)
                 continue
-            captured = self._capture(capture, batch, index, gradient)
-            for name, batches in captured.items():
-                try:
-                    for collector in collectors.get(name, ()):
-                        collector.add(batches)
-                except NonFiniteStatisticsError as error:
-                    raise ValueError(f"Batch {index} of the data, layer {name!r}: {error}.") from error
-            self._add_up(captured, batch)
-            seen.update(captured)
+            if resume is not None and record is not None and index == done:
+                resume.require_same_data(title, skipped)
+            seen |= self._collect(capture, batch, index, collectors, gradient)
             if resume is not None:
-                resume.note(title, self.count, seen, collectors, capture.sampling, fingerprint(batch))
+                resume.note(title, self.count, seen, resumable, capture.sampling)
         if resume is not None and self.count.batches:
-            resume.finish(title, collectors, capture.sampling)
+            if record is not None and self.count.batches == done:
+                resume.require_same_data(title, skipped)
+            resume.finish(title, resumable, capture.sampling)
         if gradient:
             self.gradients = {name: total / max(1, self.count.terms) for name, total in self.gradients.items()}
         return seen
@@ -133,37 +145,82 @@ class Survey:
         record = None if self.resume is None else self.resume.record(title)
         if self.resume is None or record is None:
             return None
-        self.resume.restore(title, collectors, capture.sampling)
+        device = next(self._model.parameters()).device
+        self.resume.restore(title, _resumable(collectors), capture.sampling, device)
         self.count = record.count
-        for batch in self._loader:
-            self.resume.require_same_data(title, fingerprint(batch), first=True)
-            break
-        return set(record.seen) if record.complete else None
+        if not record.complete:
+            return None
+        seen = DataHash()
+        for batch in self._batches(title):
+            seen = seen.then(batch)
+        self.resume.require_same_data(title, seen)
+        return set(record.seen)
+
+    def _batches(self, title: str) -> Iterator[Any]:
+        """The batches of the data that are not empty, behind a progress bar if there is to be one."""
+        loader = self._loader
+        if self._options.progress:
+            tqdm = require("tqdm", "A progress bar")
+            loader = tqdm.tqdm(loader, desc=title, unit="batch", dynamic_ncols=True)
+        return (batch for batch in loader if length(batch) > 0 or not any(True for _ in tensors_of(batch)))
 
     # -- one batch ---------------------------------------------------------------------------------------
 
-    def _capture(self, capture: Capture, batch: Any, index: int, gradient: bool) -> dict[str, list[LayerBatch]]:
-        """What each layer saw of a batch; the gradient of the loss, if asked for, is added to the others."""
+    def _collect(
+        self,
+        capture: Capture,
+        batch: Any,
+        index: int,
+        collectors: Mapping[str, Sequence[Collector]],
+        gradient: bool,
+    ) -> set[str]:
+        """Hand what each layer saw of a batch to its collectors; the layers that saw something."""
         capture.clear()
+        self._send(capture, batch, index, gradient)
+        for name, batches in capture.batches.items():
+            try:
+                for collector in collectors.get(name, ()):
+                    collector.add(batches)
+            except NonFiniteStatisticsError as error:
+                raise ValueError(f"Batch {index} of the data, layer {name!r}: {error}.") from error
+        self.count = Count(
+            self.count.batches + 1,
+            self.count.samples + (length(batch) if capture.terms else 0),
+            self.count.terms + capture.terms,
+            self.count.data.then(batch),
+        )
+        seen = set(capture.batches)
+        capture.clear()
+        return seen
+
+    def _send(self, capture: Capture, batch: Any, index: int, gradient: bool) -> None:
+        """Forward and backward pass of a batch; the gradient of the loss, if asked for, is added up."""
+        options = self._options
         device = next(self._model.parameters()).device
         with torch.inference_mode(False), torch.enable_grad():
-            loss, outputs, capture.counted = self._loss(map_tensors(batch, lambda t: _usable(t, device)))
+            loss = self._loss(capture, map_tensors(batch, lambda tensor: _usable(tensor, device)))
+            capture.counted = loss.counted
             parameters = [p for layer in self.layers.values() for p in layer.parameters if p.requires_grad]
-            if not parameters or not loss.requires_grad:
+            if not parameters or not loss.value.requires_grad:
                 raise ValueError(
                     "The loss depends on no layer whose parameters require gradients. Unfreeze those to look "
                     "at: model.requires_grad_(True)."
                 )
-            if gradient or outputs is None:
-                parts = torch.autograd.grad(loss, parameters, allow_unused=True)
+            gradient = gradient and loss.of_data
+            if gradient or loss.outputs is None:
+                parts = torch.autograd.grad(loss.value, parameters, allow_unused=True)
             else:  # the outputs are far enough for the hooks
-                torch.autograd.grad(loss, outputs)
+                torch.autograd.grad(loss.value, loss.outputs)
         if capture.problems:
             raise ValueError(f"Batch {index} of the data cannot be measured: {'; '.join(capture.problems)}.")
+        if options.fisher == "empirical" and capture.passes > 1:
+            raise ValueError(
+                f"The loss of batch {index} calls the model {capture.passes} times. With fisher='empirical' it "
+                "may do so once, for the share of each call in the loss is not known."
+            )
         if gradient:
-            terms = 1 if self._options.loss_reduction == "sum" else _terms(capture.batches)
+            terms = 1 if options.loss_reduction == "sum" else capture.terms
             self._add_gradients(dict(zip(parameters, parts, strict=True)), terms)
-        return capture.batches
 
     def _add_gradients(self, gradients: Mapping[Tensor, Tensor | None], terms: int) -> None:
         for name, layer in self.layers.items():
@@ -173,54 +230,64 @@ class Survey:
                 total = layer.to_matrix(weight, bias).double() * terms
                 self.gradients[name] = total + self.gradients.get(name, 0)
 
-    def _loss(self, batch: Any) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """The loss of a batch and, where known, the outputs it is a function of and the terms that count."""
+    def _loss(self, capture: Capture, batch: Any) -> BatchLoss:
+        """The loss of a batch."""
         options = self._options
         if options.loss is not None:
-            return options.loss(self._model, batch), None, None
+            return BatchLoss(options.loss(self._model, batch))
+        targets = None
         if isinstance(batch, Mapping):
-            returned, targets = self._model(**batch), None
+            returned = self._model(**batch)
             loss = returned.get("loss") if isinstance(returned, Mapping) else getattr(returned, "loss", None)
             if isinstance(loss, Tensor):
-                return loss, None, None
+                return BatchLoss(loss)
         elif isinstance(batch, tuple | list):
-            if len(batch) != 2:
+            if len(batch) > 2:
                 raise ValueError(
                     f"A batch of the data is a {type(batch).__name__} of {len(batch)}. Expected (inputs, "
                     "targets), inputs alone, or a dict of the model's keywords. Otherwise: "
                     "loss=lambda model, batch: ..."
                 )
-            returned, targets = self._model(batch[0]), batch[1]
+            inputs, targets = batch if len(batch) == 2 else (batch[0], None)
+            self._model(*inputs) if isinstance(inputs, tuple | list) else self._model(inputs)
         else:
-            returned, targets = self._model(batch), None
+            self._model(batch)
         if targets is None and options.fisher == "empirical":
             raise ValueError("fisher='empirical' needs targets: batches of (inputs, targets), or loss=...")
-        outputs = (options.outputs or find_outputs)(returned)
-        self._likelihood.check(outputs)
-        if not -outputs.ndim <= options.batch_dim < outputs.ndim:
-            raise ValueError(
-                f"Invalid batch_dim: {options.batch_dim!r}. Expected an axis of the outputs, of shape "
-                f"{list(outputs.shape)}."
-            )
-        axis = options.batch_dim % outputs.ndim
-        if targets is not None and targets.ndim > axis:
-            targets = targets.movedim(axis, 0)
+        outputs = capture.outputs
+        if outputs is None:
+            raise ValueError("The model was called, but its outputs were not seen. Is it wrapped or compiled?")
+        self._report_columns(outputs)
+        axis = self._batch_axis(outputs)
+        if targets is not None:
+            if not isinstance(targets, Tensor):
+                raise ValueError(f"Got targets of type {type(targets).__name__}. Expected a tensor.")
+            targets = targets.movedim(axis, 0) if targets.ndim > axis else targets
         terms = self._likelihood.losses(outputs.movedim(axis, 0), targets)
         if options.loss_reduction == "sum":
-            return terms.total, outputs, terms.counted
+            return BatchLoss(terms.total, outputs, terms.counted, targets is not None)
         counted = terms.counted if options.loss_reduction == "mean" else terms.counted.any(1)
-        return terms.total / counted.sum().clamp_min(1), outputs, terms.counted
+        mean = terms.total / counted.sum().clamp_min(1)
+        return BatchLoss(mean, outputs, terms.counted, targets is not None)
 
-    def _add_up(self, captured: Mapping[str, Sequence[LayerBatch]], batch: Any) -> None:
-        samples = max((sum(b.shape.samples for b in batches) for batches in captured.values()), default=0)
-        total, size = checksum(batch)
-        self.count = Count(
-            self.count.batches + 1,
-            self.count.samples + samples,
-            self.count.terms + _terms(captured),
-            self.count.checksum + total,
-            self.count.magnitude + size,
-        )
+    def _batch_axis(self, outputs: Tensor) -> int:
+        axis = self._options.batch_dim
+        if not -outputs.ndim <= axis < outputs.ndim:
+            raise ValueError(
+                f"Invalid batch_dim: {axis!r}. Expected an axis of the outputs, of shape {list(outputs.shape)}."
+            )
+        return axis % outputs.ndim
+
+    def _report_columns(self, outputs: Tensor) -> None:
+        """Say once where the exact Fisher takes very many backward passes."""
+        columns = outputs.numel() // max(1, outputs.shape[self._batch_axis(outputs)])
+        if self._options.fisher == "exact" and columns > MANY_COLUMNS and not self._reported:
+            self._reported = True
+            logger.warning(
+                "fisher='exact' takes a backward pass for every class and position: %d for each batch. "
+                "fisher='sampled' takes one.",
+                columns,
+            )
 
     # -- around a pass -----------------------------------------------------------------------------------
 
@@ -245,16 +312,10 @@ class Survey:
         try:
             yield capture
         finally:
+            capture.clear()
             capture.remove_hooks()
             for module, training in modes.items():
                 module.training = training
-
-    def _bar(self, title: str) -> Iterable[Any]:
-        if not self._options.progress:
-            return self._loader
-        tqdm = require("tqdm", "A progress bar")
-        bar: Iterable[Any] = tqdm.tqdm(self._loader, desc=title, unit="batch", dynamic_ncols=True)
-        return bar
 
     def _check(self, title: str, before: Count, seen: set[str]) -> None:
         count = self.count
@@ -265,17 +326,43 @@ class Survey:
                 f"No layer saw anything in {count.batches} batch(es). Are all targets ignored, all layers "
                 "frozen (requires_grad=False), or is the model not called itself, model(x), by the loss?"
             )
-        if before.batches and not count.of_same_data_as(before):
+        if before.batches and count.data.content != before.data.content:
             raise ValueError(
-                f"The pass for the {title} saw {count.samples} samples and {count.terms} loss terms, the one "
-                f"before it {before.samples} and {before.terms}, or other numbers in them. The loader must "
-                "give the same data in every pass: no random augmentation, no sampler that draws anew."
+                f"The pass for the {title} saw other data than the one before it ({count.samples} samples, "
+                f"{before.samples} before). The loader must give the same data in every pass: no random "
+                "augmentation, no sampler that draws anew."
+            )
+        if before.batches and self._options.fisher == "sampled" and count.data != before.data:
+            raise ValueError(
+                f"The pass for the {title} saw the data in another order than the one before it. With "
+                "fisher='sampled' labels are drawn in the order of the data: use a loader that does not "
+                "shuffle, or fisher='exact'."
             )
         unseen = [name for name in self.layers if name not in seen]
         if unseen and self._passes == 1:
             logger.warning(
                 "No block of %s: no gradient reached it.", ", ".join(f"layer {name!r}" for name in unseen)
             )
+
+
+def _resumable(collectors: Mapping[str, Sequence[Collector]]) -> dict[str, list[HasState]]:
+    return {name: [own for own in owns if isinstance(own, HasState)] for name, owns in collectors.items()}
+
+
+def _require_loader(loader: Any, passes: int) -> None:
+    """Raise for what gives no batches, or gives them once where they are needed more often."""
+    if isinstance(loader, Tensor | Dataset):
+        raise TypeError(
+            f"Got a {type(loader).__name__} as loader. Expected batches: a DataLoader, or a list of (inputs, "
+            "targets)."
+        )
+    if not isinstance(loader, Iterable):
+        raise TypeError(f"Expected batches (a DataLoader, a list), got {type(loader).__name__}.")
+    if isinstance(loader, Iterator) and passes > 1:
+        raise ValueError(
+            f"The data are read {passes} times or more, but the loader, a {type(loader).__name__}, can be read "
+            "only once. Give a DataLoader or a list of batches."
+        )
 
 
 def _chosen_layers(model: nn.Module, names: Iterable[str] | None) -> dict[str, Layer]:
@@ -301,17 +388,16 @@ def _chosen_layers(model: nn.Module, names: Iterable[str] | None) -> dict[str, L
                     f"{', '.join(map(repr, layers))}."
                 )
         return {name: layer for name, layer in layers.items() if name in names}
+    for name, reason in inventory.reasons.items():
+        logger.warning("No Fisher block of %r: %s.", name, reason)
     covered = {parameter for layer in layers.values() for parameter in layer.parameters}
     others = [name for name, parameter in model.named_parameters() if parameter not in covered]
     if others:
-        logger.info("Parameters without a Fisher block: %s.", ", ".join(others))
+        share = sum(p.numel() for p in covered) / max(1, sum(p.numel() for p in model.parameters()))
+        logger.info("The blocks cover %.0f%% of the parameters. Without: %s.", 100 * share, ", ".join(others))
     return layers
 
 
 def _usable(tensor: Tensor, device: torch.device) -> Tensor:
     """The tensor on the model's device, in a form that autograd takes."""
     return (tensor.clone() if tensor.is_inference() else tensor).to(device)
-
-
-def _terms(captured: Mapping[str, Sequence[LayerBatch]]) -> int:
-    return max((sum(batch.num_terms for batch in batches) for batches in captured.values()), default=0)

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from statistics import NormalDist
 from typing import Any, Literal, Unpack
 
@@ -26,7 +26,7 @@ from tekfac.fisher.approximation import Approximation
 from tekfac.fisher.collectors import DenseSum, FactorSums, ProbeProducts, RowCount, RowList, SquareSums
 from tekfac.fisher.comparison import Comparison, Interval, LayerTruth, Row
 from tekfac.fisher.metadata import metadata_of
-from tekfac.fisher.options import Keywords, resolve
+from tekfac.fisher.options import Keywords, Options, resolve
 from tekfac.fisher.survey import Collector, Survey
 from tekfac.layers import Layer
 
@@ -52,7 +52,7 @@ def compare(
     """A table of layers and methods: trace ratio, Frobenius error, angle between preconditioned gradients.
 
     At least two passes over the data: one for the factors and the gradient, one for the diagonals and the
-    exact blocks; one more for every `exact_memory` bytes that the exact blocks need.
+    exact blocks; more where the exact blocks do not fit into `exact_memory` together.
 
     Args:
         model: the network; it is evaluated in eval mode.
@@ -62,7 +62,8 @@ def compare(
             eigenvalue of each exact block, tr F / d (the paper's Eq. dam2 without its floor).
         exact_memory: bytes that exact blocks, or their gradients' rows, may take at a time. A layer that
             needs more by itself is measured by probes.
-        probes: how many, for such layers; they take 24 bytes per probe and parameter.
+        probes: how many, for such layers. They take 24 bytes per probe and parameter, as many at a time as
+            fit into `exact_memory` or `memory_budget`, whichever is larger.
         confidence: level of the intervals that probes give.
         spectra: whether to keep the eigenvalues of the exact blocks and the methods' diagonals.
         **keywords: see `tekfac.fisher.Options`.
@@ -72,8 +73,47 @@ def compare(
     names = [approximations] if isinstance(approximations, str) else approximations
     chosen = [Approximation.named(name) for name in names]
     _check(chosen, damping, exact_memory, probes, confidence)
-    survey = Survey(model, loader, options)
+    survey = Survey(model, loader, options, passes=2)
     first_of = {approximation.factor_choice: approximation for approximation in chosen}
+    squares, num_rows = _bases(survey, options, first_of)
+    terms = survey.count.terms
+    budgets = _Budgets(exact_memory, probes, options.memory_budget, options.seed)
+    plans = {name: _Plan.of(survey.layers[name], count, budgets) for name, count in num_rows.items()}
+    rows: dict[str, list[Row]] = {}
+    truths: dict[str, LayerTruth] = {}
+    for number, jobs in enumerate(_packed(plans.values(), exact_memory)):
+        collecting = {name: list(own.values()) for name, own in squares.items()} if number == 0 else {}
+        collectors: dict[str, list[Collector]] = {name: [*own] for name, own in collecting.items()}
+        for job in jobs:
+            job.begin()
+            collectors.setdefault(job.plan.name, []).append(job.collector)
+        survey.run("exact blocks" if number == 0 else f"exact blocks, part {number + 1}", collectors)
+        del collectors
+        for job in jobs:
+            layer = survey.layers[job.plan.name]
+            own_squares = squares[layer.name]
+            candidates = [_Candidate.of(a, layer, own_squares[a.factor_choice], terms) for a in chosen]
+            truth = job.finish(candidates, terms, confidence, spectra)
+            if truth is not None:
+                gradient = survey.gradients.get(layer.name)
+                rows[layer.name] = _rows(truth, candidates, gradient, damping, spectra)
+                truths[layer.name] = truth.without_block()
+            del truth, candidates
+    metadata = {
+        **metadata_of(model, options),
+        "samples": survey.count.samples,
+        "terms": terms,
+        "confidence": confidence,
+        "probes": probes,
+    }
+    in_order = tuple(row for name in plans for row in rows[name])
+    return Comparison(tuple(chosen), in_order, {name: truths[name] for name in plans}, metadata)
+
+
+def _bases(
+    survey: Survey, options: Options, first_of: Mapping[tuple[str, str], Approximation]
+) -> tuple[dict[str, dict[tuple[str, str], SquareSums]], dict[str, int]]:
+    """The first pass: for each layer that was seen, empty sums in every basis, and the number of rows of J."""
     sums = {
         name: {
             key: FactorSums(a.method.factors, a.sharing, options.memory_budget) for key, a in first_of.items()
@@ -82,42 +122,14 @@ def compare(
     }
     counts = {name: RowCount() for name in survey.layers}
     seen = survey.run("factors", {n: [counts[n], *sums[n].values()] for n in sums}, gradient=True)
-    terms = survey.count.terms
-    squares = {
-        name: {
-            key: SquareSums(
-                a.basis(name, sums[name][key].moments(terms), survey.layers[name].dtype), options.memory_budget
-            )
-            for key, a in first_of.items()
+    squares = {}
+    for name in seen:
+        layer, own = survey.layers[name], sums.pop(name)
+        bases = {
+            key: a.basis(name, own[key].moments(survey.count.terms), layer.dtype) for key, a in first_of.items()
         }
-        for name in seen
-    }
-    budgets = _Budgets(exact_memory, probes, options.memory_budget, options.seed)
-    plans = {name: _Plan.of(survey.layers[name], counts[name].count, budgets) for name in seen}
-    rows: dict[str, list[Row]] = {}
-    truths: dict[str, LayerTruth] = {}
-    for number, names in enumerate(_packed(plans, exact_memory)):
-        collectors: dict[str, list[Collector]] = {name: [plans[name].collector] for name in names}
-        if number == 0:
-            for name in seen:
-                collectors[name] = [*collectors.get(name, ()), *squares[name].values()]
-        survey.run("exact blocks" if number == 0 else f"exact blocks, part {number + 1}", collectors)
-        for name in names:
-            candidates = [
-                _Candidate.of(a, survey.layers[name], squares[name][a.factor_choice], terms) for a in chosen
-            ]
-            truth = plans.pop(name).truth(candidates, terms, confidence, spectra)
-            rows[name] = _rows(truth, candidates, survey.gradients[name].flatten(0, 1), damping, spectra)
-            truths[name] = truth.without_block()
-    metadata = {
-        **metadata_of(model, options),
-        "samples": survey.count.samples,
-        "terms": terms,
-        "confidence": confidence,
-        "probes": probes,
-    }
-    in_order = tuple(row for name in seen for row in rows[name])
-    return Comparison(tuple(chosen), in_order, {name: truths[name] for name in seen}, metadata)
+        squares[name] = {key: SquareSums(basis, options.memory_budget) for key, basis in bases.items()}
+    return squares, {name: counts[name].count for name in seen}
 
 
 @dataclass(frozen=True)
@@ -158,89 +170,123 @@ Way = Literal["matrix", "Gram matrix", "probes"]
 
 @dataclass
 class _Plan:
-    """How the exact block of one layer is looked at."""
+    """How the exact block of one layer is looked at, in one pass over the data or, by probes, in several."""
 
     layer: Layer
     way: Way
-    bytes: int
-    collector: DenseSum | RowList | ProbeProducts
+    num_rows: int
+    budgets: _Budgets
+    jobs: list[_Job] = field(default_factory=list)
+
+    @property
+    def name(self) -> str:
+        return self.layer.name
 
     @classmethod
     def of(cls, layer: Layer, num_rows: int, budgets: _Budgets) -> _Plan:
         """The way that takes least memory of those that are exact; probes, where neither fits."""
         groups, size = layer.shape.groups, layer.shape.d_out * layer.shape.d_in
         dense = 4 * 8 * groups * size**2  # F, and what a solve with it takes
-        gram = (
-            layer.dtype.itemsize * groups * (3 * num_rows * size + 6 * num_rows**2)
-        )  # J, its Gram matrix, both bases
-        memory_budget = budgets.memory_budget
-        if min(dense, gram) > budgets.exact_memory:
-            generator = torch.Generator().manual_seed(budgets.seed)
-            signs = torch.randint(2, (groups, budgets.probes, size), generator=generator, dtype=torch.int8)
-            vectors = signs.to(device=layer.weight.device, dtype=layer.dtype).mul_(2).sub_(1)
-            return cls(layer, "probes", 3 * 8 * signs.numel(), ProbeProducts(vectors, memory_budget))
-        if dense <= gram:
-            return cls(layer, "matrix", dense, DenseSum(memory_budget))
-        return cls(layer, "Gram matrix", gram, RowList(memory_budget))
+        # J, its Gram matrix, and the eigenvectors of both in float64.
+        gram = groups * ((2 * layer.dtype.itemsize + 16) * num_rows * size + 6 * 8 * num_rows**2)
+        if min(dense, gram) <= budgets.exact_memory:
+            plan = cls(layer, "matrix" if dense <= gram else "Gram matrix", num_rows, budgets)
+            plan.jobs = [_Job(plan, min(dense, gram))]
+            return plan
+        plan = cls(layer, "probes", num_rows, budgets)
+        one_probe = 3 * 8 * groups * size
+        at_a_time = max(1, max(budgets.exact_memory, budgets.memory_budget) // one_probe)
+        for start in range(0, budgets.probes, at_a_time):
+            stop = min(start + at_a_time, budgets.probes)
+            plan.jobs.append(_Job(plan, (stop - start) * one_probe, range(start, stop)))
+        return plan
 
-    def truth(
+    def probes(self, numbers: range) -> Tensor:
+        """Vectors of independent signs, [G, P, d_out * d_in]; each number has its own."""
+        groups, size = self.layer.shape.groups, self.layer.shape.d_out * self.layer.shape.d_in
+        signs = []
+        for number in numbers:
+            generator = torch.Generator().manual_seed((self.budgets.seed << 20) + number)
+            signs.append(torch.randint(2, (groups, size), generator=generator, dtype=torch.int8))
+        vectors = torch.stack(signs, dim=1)
+        return vectors.to(device=self.layer.weight.device, dtype=self.layer.dtype).mul_(2).sub_(1)
+
+
+class _Job:
+    """What is collected of one layer in one pass."""
+
+    def __init__(self, plan: _Plan, size: int, numbers: range = range(0)) -> None:
+        self.plan = plan
+        self.bytes = size
+        self.values: dict[str, Tensor] = {}  # |F|^2 by every probe, for each approximation
+        self._numbers = numbers
+
+    def begin(self) -> None:
+        """Take the memory."""
+        plan, budget = self.plan, self.plan.budgets.memory_budget
+        self.collector: DenseSum | RowList | ProbeProducts
+        if plan.way == "matrix":
+            self.collector = DenseSum(budget)
+        elif plan.way == "Gram matrix":
+            self.collector = RowList(plan.num_rows, budget)
+        else:
+            self.collector = ProbeProducts(plan.probes(self._numbers), budget)
+
+    def finish(
         self, candidates: Sequence[_Candidate], terms: int, confidence: float, spectra: bool
-    ) -> LayerTruth:
-        """What was found out of the exact block."""
-        shape, collector = self.layer.shape, self.collector
+    ) -> LayerTruth | None:
+        """What was found out of the exact block, once all jobs of the layer are done; frees the memory."""
+        plan, collector = self.plan, self.collector
+        del self.collector
+        shape = plan.layer.shape
         if isinstance(collector, ProbeProducts):
+            self.values = {c.label: _squared_norms_by_probes(collector, c, terms) for c in candidates}
+            if not all(job.values for job in plan.jobs):
+                return None
             trace = float(candidates[0].theta.sum())  # of F, whatever the basis
-            squared = _squared_norm_by_probes(collector, candidates, terms, confidence)
-            return LayerTruth(shape, self.way, trace, squared, None, None)
+            values = {c.label: torch.cat([job.values[c.label] for job in plan.jobs]) for c in candidates}
+            least = max(float(c.theta.square().sum()) for c in candidates)  # |F|^2 is at least |Theta|^2
+            return LayerTruth(shape, plan.way, trace, _interval(values.values(), confidence, least), None, None)
         block: Block
         if isinstance(collector, DenseSum):
             block = DenseBlock(shape, collector.matrices(terms))
         else:
             block = GramBlock(shape, collector.rows(), terms)
         norm = block.frobenius_norm() ** 2
-        values = block.eigenvalues() if spectra else None
-        return LayerTruth(shape, self.way, block.trace(), Interval(norm, norm, norm), values, block)
+        eigenvalues = block.eigenvalues() if spectra else None
+        return LayerTruth(shape, plan.way, block.trace(), Interval(norm, norm, norm), eigenvalues, block)
 
 
-def _packed(plans: Mapping[str, _Plan], exact_memory: int) -> list[list[str]]:
-    """The layers of each pass: in order, as many as fit the memory."""
-    passes: list[list[str]] = [[]]
+def _packed(plans: Iterable[_Plan], exact_memory: int) -> list[list[_Job]]:
+    """The jobs of each pass: in order, as many as fit the memory."""
+    passes: list[list[_Job]] = [[]]
     used = 0
-    for name, plan in plans.items():
-        if passes[-1] and used + plan.bytes > exact_memory:
-            passes.append([])
-            used = 0
-        passes[-1].append(name)
-        used += plan.bytes
+    for plan in plans:
+        for job in plan.jobs:
+            if passes[-1] and used + job.bytes > exact_memory:
+                passes.append([])
+                used = 0
+            passes[-1].append(job)
+            used += job.bytes
     return passes
 
 
-def _squared_norm_by_probes(
-    collector: ProbeProducts, candidates: Sequence[_Candidate], terms: int, confidence: float
-) -> Interval:
-    """|F|^2 with its confidence interval.
+def _squared_norms_by_probes(collector: ProbeProducts, candidate: _Candidate, terms: int) -> Tensor:
+    """What every probe v says of |F|^2, |(F - F_hat) v|^2 + 2 <F, F_hat> - |F_hat|^2, [P]."""
+    shape, values = candidate.block.matrix_shape, []
+    for probe, product in zip(collector.probes.unbind(1), collector.products(terms).unbind(1), strict=True):
+        difference = product - candidate.block.matvec(probe.reshape(shape)).reshape(product.shape)
+        values.append(difference.square().sum() - candidate.known)
+    return torch.stack(values)
 
-    Every approximation gives an estimate, |(F - F_hat) v|^2 + 2 <F, F_hat> - |F_hat|^2, of which the last two
-    are known exactly; the one that varies least from probe to probe is taken.
-    """
-    products = collector.products(terms)
-    shape = candidates[0].block.matrix_shape
-    best: tuple[float, float] | None = None
-    for candidate in candidates:
-        squares = torch.stack(
-            [
-                (product - candidate.block.matvec(probe.reshape(shape)).reshape(product.shape)).square().sum()
-                for probe, product in zip(collector.probes.unbind(1), products.unbind(1), strict=True)
-            ]
-        )
-        values = squares - candidate.known
-        mean, error = float(values.mean()), float(values.std()) / math.sqrt(len(values))
-        if best is None or error < best[1]:
-            best = mean, error
-    assert best is not None
-    mean, error = best
-    width = student_quantile(0.5 + confidence / 2, collector.probes.shape[1] - 1) * error
-    return Interval(mean, mean - width, mean + width)
+
+def _interval(estimates: Iterable[Tensor], confidence: float, least: float) -> Interval:
+    """|F|^2 with its confidence interval, by the approximation whose estimates vary least."""
+    values = min(estimates, key=lambda own: float(own.std()))
+    error = float(values.std()) / math.sqrt(len(values))
+    width = student_quantile(0.5 + confidence / 2, len(values) - 1) * error
+    mean = float(values.mean())
+    return Interval(*(max(least, value) for value in (mean, mean - width, mean + width)))
 
 
 def student_quantile(probability: float, degrees: int) -> float:
@@ -255,20 +301,21 @@ def student_quantile(probability: float, degrees: int) -> float:
 def _rows(
     truth: LayerTruth,
     candidates: Sequence[_Candidate],
-    gradient: Tensor,
+    gradient: Tensor | None,
     damping: float | None,
     spectra: bool,
 ) -> list[Row]:
     """The rows of one layer."""
     lam = truth.trace / truth.shape.size if damping is None else damping
     exact_direction = None
-    if truth.block is not None and lam > 0:
+    if truth.block is not None and gradient is not None and lam > 0:
+        gradient = gradient.flatten(0, 1)
         exact_direction = truth.block.solve(gradient, lam).double()
     rows = []
     for candidate, squared_error in zip(candidates, _squared_errors(truth, candidates), strict=True):
         block = candidate.block
         cosine = None
-        if exact_direction is not None:
+        if exact_direction is not None and gradient is not None:
             direction = block.solve(gradient, lam).double()
             lengths = float(exact_direction.norm() * direction.norm())
             cosine = float((exact_direction * direction).sum()) / lengths if lengths else None
@@ -293,7 +340,7 @@ def _rows(
 def _squared_errors(truth: LayerTruth, candidates: Sequence[_Candidate]) -> list[Interval]:
     """|F - F_hat|^2 of every approximation; straight from the matrices where F is one, some rows at a time."""
     if not isinstance(truth.block, DenseBlock):
-        return [Interval(*(max(0.0, v + c.known) for v in truth.squared_norm)) for c in candidates]
+        return [Interval(*(value + c.known for value in truth.squared_norm)) for c in candidates]
     size, shape = truth.shape.size, truth.block.matrix_shape
     totals = [0.0] * len(candidates)
     for start in range(0, size, ROWS_AT_A_TIME):

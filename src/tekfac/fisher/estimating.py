@@ -52,7 +52,9 @@ def estimate(
     options = resolve("estimate", keywords, ("method", "sharing", "checkpoint", "checkpoint_seconds"))
     approximation = Approximation.named(method, sharing)
     what = {"method": approximation.method.name, "sharing": approximation.sharing}
-    survey = Survey(model, loader, options)
+    survey = Survey(
+        model, loader, options, passes=2 if approximation.corrected or checkpoint is not None else 1
+    )
     metadata = {**what, **metadata_of(model, options)}
     if checkpoint is not None:
         sizes = {
@@ -109,7 +111,7 @@ def exact_blocks(
     seen = survey.run("exact blocks", sums)
     terms = survey.count.terms
     blocks = [
-        DenseBlock(survey.layers[name].shape, sums[name][0].matrices(terms).to(survey.layers[name].dtype))
+        DenseBlock(survey.layers[name].shape, sums.pop(name)[0].matrices(terms).to(survey.layers[name].dtype))
         for name in seen
     ]
     metadata = {"method": "exact", **metadata_of(model, options)}
