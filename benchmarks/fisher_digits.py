@@ -16,7 +16,7 @@ from tekfac.command import main as tekfac
 
 FIGURES = {
     "errors": "Relative Frobenius error of every layer and method after the last epoch.",
-    "angles": "Angle between (F̂ + λI)⁻¹g and (F + λI)⁻¹g, λ = tr F / d, of every layer and method after the last epoch.",
+    "angles": "Angle between (F̂ + λI)⁻¹g and (F + λI)⁻¹g, with λ = tr F / d, after the last epoch.",
     "spectra": "Eigenvalues of the exact block and every method's diagonal, in descending order; in brackets "
     "the number of parameters.",
     "heat-map": "The exact block of the first convolution, its four approximations, and their differences from "
