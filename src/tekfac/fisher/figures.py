@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
+from itertools import takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -124,7 +125,7 @@ def spectra(comparison: Comparison) -> Figure:
             for approximation, row in zip(comparison.compared, rows, strict=True):
                 if row.diagonal is not None:
                     _ranked(axes, row.diagonal, floor, label=approximation.label, **_line(approximation))
-            axes.set(xscale="log", yscale="log", title=f"{_short([layer])[0]} ({truth.shape.size})")
+            axes.set(xscale="log", yscale="log", title=f"{_short([layer])[0]}\n{truth.shape.size:,} parameters")
         _outer_labels(panels, "rank", "eigenvalue")
         handles, labels = panels[0].get_legend_handles_labels()
         figure.legend(handles, labels, loc="outside upper center", ncols=len(labels), frameon=False)
@@ -173,8 +174,12 @@ def heat_maps(exact: Block, approximations: Mapping[str, Block]) -> Figure:
 def along_training(comparisons: Mapping[str, Comparison], xlabel: str = "epoch") -> Figure:
     """Relative Frobenius error of every layer and method at several points of a training run."""
     first = next(iter(comparisons.values()))
+    labels = _without_common_start(list(comparisons))
+    shown = range(0, len(labels), math.ceil(len(labels) / 6))
+    longest = max(len(labels[index]) for index in shown)
+    upright = longest * len(shown) > 20
     with _style():
-        figure, panels = _panels(len(first.truths), height=1.8)
+        figure, panels = _panels(len(first.truths), height=1.8 + (0.06 * longest if upright else 0))
         for axes, layer in zip(panels, first.truths, strict=False):
             for approximation in first.compared:
                 found = [c.row(layer, approximation.label).error for c in comparisons.values()]
@@ -188,14 +193,11 @@ def along_training(comparisons: Mapping[str, Comparison], xlabel: str = "epoch")
                         color=_colour(approximation),
                         alpha=0.15,
                     )
-            labels = _short(list(comparisons))
-            crowded = sum(len(label) + 2 for label in labels) > CHARACTERS_PER_PAGE / 4
-            shown = range(0, len(labels), max(1, len(labels) // 6))
-            axes.set_xticks(shown, [labels[i] for i in shown], rotation=90 if crowded else 0)
+            axes.set_xticks(shown, [labels[index] for index in shown], rotation=90 if upright else 0)
             axes.set(title=_short([layer])[0], ylim=(0, None))
         _outer_labels(panels, xlabel, "‖F − F̂‖ / ‖F‖")
-        labels = [approximation.label for approximation in first.compared]
-        figure.legend(panels[0].lines, labels, loc="outside upper center", ncols=len(labels), frameon=False)
+        methods = [approximation.label for approximation in first.compared]
+        figure.legend(panels[0].lines, methods, loc="outside upper center", ncols=len(methods), frameon=False)
     return figure
 
 
@@ -250,3 +252,11 @@ def _ranked(axes: Axes, values: torch.Tensor, floor: float, **look: Any) -> None
 
 def _short(layers: Sequence[str]) -> list[str]:
     return [layer if len(layer) <= 18 else "…" + layer[-17:] for layer in layers]
+
+
+def _without_common_start(labels: Sequence[str]) -> list[str]:
+    """Labels without what all of them begin with, numbers kept whole; the last few letters of long ones."""
+    same = takewhile(lambda letters: len(set(letters)) == 1, zip(*labels, strict=False))
+    start = "".join(letters[0] for letters in same) if len(labels) > 1 else ""
+    kept = [label[len(start.rstrip("0123456789.")) :] or label for label in labels]
+    return [label if len(label) <= 10 else "…" + label[-9:] for label in kept]
