@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import scipy.stats
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -22,6 +23,7 @@ from dense import METHODS, assert_close, oracle_block, sharings
 from layer_kinds import KINDS, Case, case_of, fisher_of, groups_of, samples_of
 from tekfac import EKFAC, KFAC, TEKFAC, TKFAC, fisher
 from tekfac.fisher.comparison import Interval, Row
+from tekfac.fisher.truth import student_quantile
 from tekfac.natural_gradient import NaturalGradient
 from training import mlp, vectors
 
@@ -522,3 +524,19 @@ def test_the_interval_of_a_quotient_holds_its_value() -> None:
         squared = Interval(*(value + known for value in norm))
         error = replace(row, squared_norm=norm, squared_error=squared).error
         assert error.low <= error.value <= error.high
+
+
+def test_the_quantile_of_few_probes_is_students() -> None:
+    for degrees in (7, 15, 63, 500):
+        for probability in (0.9, 0.975, 0.995):
+            expected = float(scipy.stats.t.ppf(probability, degrees))
+            assert student_quantile(probability, degrees) == pytest.approx(expected, rel=5e-3)
+
+
+def test_samples_are_counted_along_their_own_axis() -> None:
+    """Sequence first: [T, N, d]."""
+    model = nn.Linear(4, 3).double()
+    batch = torch.randn(7, 5, 4).double(), torch.randint(3, (7, 5))
+    comparison = fisher.compare(model, [batch], batch_dim=1)
+    assert comparison.metadata["samples"] == 5
+    assert comparison.metadata["terms"] == 35

@@ -72,6 +72,7 @@ class Capture:
             gradient tells: a term without any does not count, unless its prediction is certain.
         passes: forward and backward passes received since the last `clear`.
         terms: their loss terms.
+        samples: their samples, but for passes in which no term counts.
         outputs: the predictions of the last forward pass; kept only where not only training is watched.
 
     An optimizer watches forward passes in training mode whose backward pass leads to parameters. With
@@ -99,7 +100,7 @@ class Capture:
         self.problems: list[str] = []
         self.sampling = Sampling(seed)
         self.counted: Tensor | None = None
-        self.passes = self.terms = 0
+        self.passes = self.terms = self.samples = 0
         self.outputs: Tensor | None = None
         self._likelihood = likelihood
         self._fisher = fisher
@@ -123,7 +124,7 @@ class Capture:
     def clear(self) -> None:
         """Let go of what was captured."""
         self.batches, self.problems = {}, []
-        self.passes = self.terms = 0
+        self.passes = self.terms = self.samples = 0
         self.outputs = None
         self.sampling.keep()
 
@@ -217,6 +218,7 @@ class Capture:
         num_terms = self._num_terms(prediction)
         self.passes += 1
         self.terms += num_terms
+        self.samples += len(outputs) if num_terms else 0
         if not num_terms or not calls:
             return
 

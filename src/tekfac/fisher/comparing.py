@@ -13,22 +13,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from statistics import NormalDist
-from typing import Any, Literal, Unpack
+from typing import Any, Unpack
 
 import torch
 from torch import Tensor, nn
 
 from tekfac import methods
-from tekfac.blocks import Block, DenseBlock, GramBlock, KroneckerBlock
+from tekfac.blocks import DenseBlock
 from tekfac.fisher.approximation import Approximation
-from tekfac.fisher.collectors import DenseSum, FactorSums, ProbeProducts, RowCount, RowList, SquareSums
+from tekfac.fisher.collectors import FactorSums, RowCount, SquareSums
 from tekfac.fisher.comparison import Comparison, Interval, LayerTruth, Row
 from tekfac.fisher.metadata import metadata_of
 from tekfac.fisher.options import Keywords, Options, resolve
 from tekfac.fisher.survey import Collector, Survey
-from tekfac.layers import Layer
+from tekfac.fisher.truth import Budgets, Candidate, Plan, packed
 
 DEFAULT_PROBES = 64
 FEWEST_PROBES = 8
@@ -77,13 +75,14 @@ def compare(
     first_of = {approximation.factor_choice: approximation for approximation in chosen}
     squares, num_rows = _bases(survey, options, first_of)
     terms = survey.count.terms
-    budgets = _Budgets(exact_memory, probes, options.memory_budget, options.seed)
-    plans = {name: _Plan.of(survey.layers[name], count, budgets) for name, count in num_rows.items()}
+    budgets = Budgets(exact_memory, probes, options.memory_budget, options.seed)
+    plans = {name: Plan.of(survey.layers[name], count, budgets) for name, count in num_rows.items()}
     rows: dict[str, list[Row]] = {}
     truths: dict[str, LayerTruth] = {}
-    for number, jobs in enumerate(_packed(plans.values(), exact_memory)):
-        collecting = {name: list(own.values()) for name, own in squares.items()} if number == 0 else {}
-        collectors: dict[str, list[Collector]] = {name: [*own] for name, own in collecting.items()}
+    for number, jobs in enumerate(packed(plans.values(), exact_memory)):
+        collectors: dict[str, list[Collector]] = {}
+        if number == 0:
+            collectors = {name: [*own.values()] for name, own in squares.items()}
         for job in jobs:
             job.begin()
             collectors.setdefault(job.plan.name, []).append(job.collector)
@@ -92,7 +91,7 @@ def compare(
         for job in jobs:
             layer = survey.layers[job.plan.name]
             own_squares = squares[layer.name]
-            candidates = [_Candidate.of(a, layer, own_squares[a.factor_choice], terms) for a in chosen]
+            candidates = [Candidate.of(a, layer, own_squares[a.factor_choice], terms) for a in chosen]
             truth = job.finish(candidates, terms, confidence, spectra)
             if truth is not None:
                 gradient = survey.gradients.get(layer.name)
@@ -132,175 +131,9 @@ def _bases(
     return squares, {name: counts[name].count for name in seen}
 
 
-@dataclass(frozen=True)
-class _Candidate:
-    """An approximation of one layer's block, and Theta of the exact block in its basis, [G, d_out, d_in]."""
-
-    label: str
-    block: KroneckerBlock
-    theta: Tensor
-
-    @classmethod
-    def of(cls, approximation: Approximation, layer: Layer, squares: SquareSums, terms: int) -> _Candidate:
-        theta = squares.theta(terms)
-        diagonal = theta.to(layer.dtype) if approximation.corrected else None
-        return cls(approximation.label, KroneckerBlock(layer.shape, squares.basis, diagonal), theta)
-
-    @property
-    def inner(self) -> float:
-        """<F, F_hat> = sum(S * Theta)."""
-        return float((self.block.rescaling.double() * self.theta).sum())
-
-    @property
-    def known(self) -> float:
-        """|F_hat|^2 - 2 <F, F_hat>: what the squared error has beside |F|^2."""
-        return float(self.block.rescaling.double().square().sum()) - 2 * self.inner
-
-
-@dataclass(frozen=True)
-class _Budgets:
-    exact_memory: int
-    probes: int
-    memory_budget: int
-    seed: int
-
-
-Way = Literal["matrix", "Gram matrix", "probes"]
-
-
-@dataclass
-class _Plan:
-    """How the exact block of one layer is looked at, in one pass over the data or, by probes, in several."""
-
-    layer: Layer
-    way: Way
-    num_rows: int
-    budgets: _Budgets
-    jobs: list[_Job] = field(default_factory=list)
-
-    @property
-    def name(self) -> str:
-        return self.layer.name
-
-    @classmethod
-    def of(cls, layer: Layer, num_rows: int, budgets: _Budgets) -> _Plan:
-        """The way that takes least memory of those that are exact; probes, where neither fits."""
-        groups, size = layer.shape.groups, layer.shape.d_out * layer.shape.d_in
-        dense = 4 * 8 * groups * size**2  # F, and what a solve with it takes
-        # J, its Gram matrix, and the eigenvectors of both in float64.
-        gram = groups * ((2 * layer.dtype.itemsize + 16) * num_rows * size + 6 * 8 * num_rows**2)
-        if min(dense, gram) <= budgets.exact_memory:
-            plan = cls(layer, "matrix" if dense <= gram else "Gram matrix", num_rows, budgets)
-            plan.jobs = [_Job(plan, min(dense, gram))]
-            return plan
-        plan = cls(layer, "probes", num_rows, budgets)
-        one_probe = 3 * 8 * groups * size
-        at_a_time = max(1, max(budgets.exact_memory, budgets.memory_budget) // one_probe)
-        for start in range(0, budgets.probes, at_a_time):
-            stop = min(start + at_a_time, budgets.probes)
-            plan.jobs.append(_Job(plan, (stop - start) * one_probe, range(start, stop)))
-        return plan
-
-    def probes(self, numbers: range) -> Tensor:
-        """Vectors of independent signs, [G, P, d_out * d_in]; each number has its own."""
-        groups, size = self.layer.shape.groups, self.layer.shape.d_out * self.layer.shape.d_in
-        signs = []
-        for number in numbers:
-            generator = torch.Generator().manual_seed((self.budgets.seed << 20) + number)
-            signs.append(torch.randint(2, (groups, size), generator=generator, dtype=torch.int8))
-        vectors = torch.stack(signs, dim=1)
-        return vectors.to(device=self.layer.weight.device, dtype=self.layer.dtype).mul_(2).sub_(1)
-
-
-class _Job:
-    """What is collected of one layer in one pass."""
-
-    def __init__(self, plan: _Plan, size: int, numbers: range = range(0)) -> None:
-        self.plan = plan
-        self.bytes = size
-        self.values: dict[str, Tensor] = {}  # |F|^2 by every probe, for each approximation
-        self._numbers = numbers
-
-    def begin(self) -> None:
-        """Take the memory."""
-        plan, budget = self.plan, self.plan.budgets.memory_budget
-        self.collector: DenseSum | RowList | ProbeProducts
-        if plan.way == "matrix":
-            self.collector = DenseSum(budget)
-        elif plan.way == "Gram matrix":
-            self.collector = RowList(plan.num_rows, budget)
-        else:
-            self.collector = ProbeProducts(plan.probes(self._numbers), budget)
-
-    def finish(
-        self, candidates: Sequence[_Candidate], terms: int, confidence: float, spectra: bool
-    ) -> LayerTruth | None:
-        """What was found out of the exact block, once all jobs of the layer are done; frees the memory."""
-        plan, collector = self.plan, self.collector
-        del self.collector
-        shape = plan.layer.shape
-        if isinstance(collector, ProbeProducts):
-            self.values = {c.label: _squared_norms_by_probes(collector, c, terms) for c in candidates}
-            if not all(job.values for job in plan.jobs):
-                return None
-            trace = float(candidates[0].theta.sum())  # of F, whatever the basis
-            values = {c.label: torch.cat([job.values[c.label] for job in plan.jobs]) for c in candidates}
-            least = max(float(c.theta.square().sum()) for c in candidates)  # |F|^2 is at least |Theta|^2
-            return LayerTruth(shape, plan.way, trace, _interval(values.values(), confidence, least), None, None)
-        block: Block
-        if isinstance(collector, DenseSum):
-            block = DenseBlock(shape, collector.matrices(terms))
-        else:
-            block = GramBlock(shape, collector.rows(), terms)
-        norm = block.frobenius_norm() ** 2
-        eigenvalues = block.eigenvalues() if spectra else None
-        return LayerTruth(shape, plan.way, block.trace(), Interval(norm, norm, norm), eigenvalues, block)
-
-
-def _packed(plans: Iterable[_Plan], exact_memory: int) -> list[list[_Job]]:
-    """The jobs of each pass: in order, as many as fit the memory."""
-    passes: list[list[_Job]] = [[]]
-    used = 0
-    for plan in plans:
-        for job in plan.jobs:
-            if passes[-1] and used + job.bytes > exact_memory:
-                passes.append([])
-                used = 0
-            passes[-1].append(job)
-            used += job.bytes
-    return passes
-
-
-def _squared_norms_by_probes(collector: ProbeProducts, candidate: _Candidate, terms: int) -> Tensor:
-    """What every probe v says of |F|^2, |(F - F_hat) v|^2 + 2 <F, F_hat> - |F_hat|^2, [P]."""
-    shape, values = candidate.block.matrix_shape, []
-    for probe, product in zip(collector.probes.unbind(1), collector.products(terms).unbind(1), strict=True):
-        difference = product - candidate.block.matvec(probe.reshape(shape)).reshape(product.shape)
-        values.append(difference.square().sum() - candidate.known)
-    return torch.stack(values)
-
-
-def _interval(estimates: Iterable[Tensor], confidence: float, least: float) -> Interval:
-    """|F|^2 with its confidence interval, by the approximation whose estimates vary least."""
-    values = min(estimates, key=lambda own: float(own.std()))
-    error = float(values.std()) / math.sqrt(len(values))
-    width = student_quantile(0.5 + confidence / 2, len(values) - 1) * error
-    mean = float(values.mean())
-    return Interval(*(max(least, value) for value in (mean, mean - width, mean + width)))
-
-
-def student_quantile(probability: float, degrees: int) -> float:
-    """Quantile of Student's t distribution, by the first terms of its expansion around the normal one."""
-    z = NormalDist().inv_cdf(probability)
-    first = (z**3 + z) / 4
-    second = (5 * z**5 + 16 * z**3 + 3 * z) / 96
-    third = (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / 384
-    return z + first / degrees + second / degrees**2 + third / degrees**3
-
-
 def _rows(
     truth: LayerTruth,
-    candidates: Sequence[_Candidate],
+    candidates: Sequence[Candidate],
     gradient: Tensor | None,
     damping: float | None,
     spectra: bool,
@@ -337,7 +170,7 @@ def _rows(
     return rows
 
 
-def _squared_errors(truth: LayerTruth, candidates: Sequence[_Candidate]) -> list[Interval]:
+def _squared_errors(truth: LayerTruth, candidates: Sequence[Candidate]) -> list[Interval]:
     """|F - F_hat|^2 of every approximation; straight from the matrices where F is one, some rows at a time."""
     if not isinstance(truth.block, DenseBlock):
         return [Interval(*(value + c.known for value in truth.squared_norm)) for c in candidates]

@@ -185,7 +185,7 @@ class Survey:
                 raise ValueError(f"Batch {index} of the data, layer {name!r}: {error}.") from error
         self.count = Count(
             self.count.batches + 1,
-            self.count.samples + (length(batch) if capture.terms else 0),
+            self.count.samples + capture.samples,
             self.count.terms + capture.terms,
             self.count.data.then(batch),
         )
