@@ -191,7 +191,17 @@ def test_sources_that_cannot_be_found_are_named(user: Path, capsys: pytest.Captu
 
 def test_a_checkpoint_without_parameters_is_refused(user: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(user, "--state", str(user.parent / "empty.pt")) == 1
-    assert "holds no state dict: it has the entries ['epoch']" in capsys.readouterr().err
+    assert "holds no state dict: it is a dict of ['epoch']" in capsys.readouterr().err
+    for name, content in (("text.pt", b"hello"), ("empty.bin", b"")):
+        (user.parent / name).write_bytes(content)
+        assert run(user, "--state", str(user.parent / name)) == 1
+        assert f"{name}' is no checkpoint of tensors" in capsys.readouterr().err
+    torch.save([1, 2], user.parent / "list.pt")
+    assert run(user, "--state", str(user.parent / "list.pt")) == 1
+    assert "holds no state dict: it is list" in capsys.readouterr().err
+    early = str(user.parent / "early.pt")
+    assert run(user, "--state", early, early) == 1
+    assert "names a file twice" in capsys.readouterr().err
 
 
 def test_a_missing_package_is_named_with_its_extra(
@@ -257,3 +267,35 @@ def test_the_report_says_the_command(user: Path) -> None:
     plain = json.loads((user.parent / "out" / "comparison.json").read_text(encoding="utf-8"))
     assert plain["command"].startswith("tekfac fisher --network")
     assert plain["command"].endswith("--no-figures --samples 5")
+
+
+def test_a_heat_map_of_what_has_no_block_is_refused_before_anything_is_measured(
+    user: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(user, "--heat-map", "1") == 1  # the ReLU
+    assert "No layer '1' for --heat-map. The layers are 0, 3" in capsys.readouterr().err
+    assert not (user.parent / "out" / "comparison.csv").exists()
+
+
+def test_a_closed_pipe_ends_it_quietly(user: Path) -> None:
+    command = [
+        sys.executable,
+        "-m",
+        "tekfac",
+        "fisher",
+        "--network",
+        f"{user}:make",
+        "--data",
+        f"{user}:loader",
+    ]
+    out = ["--out", str(user.parent / "out"), "--no-figures"]
+    process = subprocess.Popen([*command, *out], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    assert process.stderr is not None
+    process.stdout.close()
+    errors = process.stderr.read()
+    process.stderr.close()
+    process.wait()
+    assert "BrokenPipe" not in errors
+    assert "Exception" not in errors
+    assert (user.parent / "out" / "comparison.csv").exists()

@@ -982,6 +982,12 @@ def test_a_layer_unused_in_some_batches_has_the_same_block_whether_it_is_alone_o
     everything = fisher.exact_blocks(model, loader)["sometimes"]
     alone = fisher.exact_blocks(model, loader, layers=["sometimes"])["sometimes"]
     assert_close(alone.to_dense(), everything.to_dense())
+    choices: list[Any] = [{}, {"layers": ["sometimes"]}]
+    drawn = [fisher.estimate(model, loader, fisher="sampled", **only)["sometimes"] for only in choices]
+    assert_close(drawn[0].to_dense(), drawn[1].to_dense())
+    model.always.requires_grad_(False)  # then some batches reach nothing that is trained
+    frozen = fisher.exact_blocks(model, loader, layers=["sometimes"])["sometimes"]
+    assert_close(frozen.to_dense(), everything.to_dense())
     used = fisher.exact_blocks(model, loader[1::2])["sometimes"]
     assert_close(alone.to_dense(), used.to_dense() / 2)  # half of the samples do not reach it
 
@@ -1080,3 +1086,32 @@ def test_very_many_columns_are_worth_a_warning(caplog: pytest.LogCaptureFixture)
     model = seeded(lambda: nn.Linear(2, 1001))
     fisher.estimate(model, [(normal(1, 2), torch.zeros(1).long())] * 2, method="kfac")
     assert caplog.text.count("1001 for each batch") == 1
+
+
+def test_a_batch_is_empty_only_if_all_of_it_is() -> None:
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(5, 3)
+
+        def forward(self, past: Tensor, x: Tensor) -> Tensor:
+            out: Tensor = self.layer(x)
+            return out
+
+    loader = [{"past": torch.zeros(0), "x": normal(4, 5, seed=seed)} for seed in range(3)]
+    assert fisher.estimate(seeded(Net), loader).metadata["samples"] == 12
+
+
+def test_with_drawn_labels_the_batches_must_be_the_same_in_both_passes() -> None:
+    class Rebatched:
+        def __init__(self) -> None:
+            self.readings = 0
+
+        def __iter__(self) -> Iterator[Batch]:
+            self.readings += 1
+            x, y = (torch.cat(parts) for parts in zip(*vectors(3), strict=True))
+            size = 6 if self.readings % 2 else 9
+            return iter(list(zip(x.split(size), y.split(size), strict=True)))
+
+    with pytest.raises(ValueError, match="another order"):
+        fisher.estimate(seeded(lambda: nn.Linear(5, 3)), Rebatched(), fisher="sampled")

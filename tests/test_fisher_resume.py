@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +16,8 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from tekfac import fisher
+from tekfac.fisher.batch import DataHash, hash_of
+from tekfac.fisher.metadata import fingerprint
 
 METHODS = ("kfac", "ekfac", "tkfac", "tekfac")
 BATCHES = 5
@@ -246,3 +252,144 @@ def test_another_structure_with_the_same_parameters_is_refused(tmp_path: Path) -
 def test_a_folder_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="is a folder"):
         estimate(Loader(), tmp_path)
+
+
+# -- hashes --------------------------------------------------------------------------------------------
+
+X = torch.arange(1.0, 13.0).reshape(4, 3)
+Y = torch.tensor([0, 1, 2, 0])
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_signs_that_are_flipped_are_noticed(dtype: torch.dtype) -> None:
+    x = X.to(dtype)
+    seen = DataHash().then((x, Y))
+    for rows, columns in ((slice(None), slice(None)), (0, slice(0, 2)), (slice(0, 2), 1)):
+        flipped = x.clone()
+        flipped[rows, columns] *= -1
+        assert DataHash().then((flipped, Y)).content != seen.content
+    assert hash_of(-x) != hash_of(x)
+
+
+def test_every_class_has_a_hash_of_its_own() -> None:
+    one_hot = torch.eye(1000)
+    assert len({hash_of(row) for row in one_hot}) == 1000
+    assert len({hash_of(torch.tensor(k)) for k in range(1000)}) == 1000
+
+
+def test_content_is_of_samples_and_sequence_of_their_order_and_batches() -> None:
+    whole, order = DataHash().then((X, Y)), torch.tensor([2, 0, 3, 1])
+    shuffled = DataHash().then((X[order], Y[order]))
+    halves = DataHash().then((X[:2], Y[:2])).then((X[2:], Y[2:]))
+    assert whole.content == shuffled.content == halves.content
+    assert len({whole.sequence, shuffled.sequence, halves.sequence}) == 3
+    assert DataHash().then((X, Y.flip(0))).content != whole.content  # pairs put together anew
+    assert DataHash().then((X, Y)) == whole
+
+
+@pytest.mark.parametrize(
+    "batch",
+    [
+        (X.reshape(4, 3, 1), Y),
+        {"x": X, "y": Y},
+        {"y": X, "x": Y},
+        (X, Y, 3),
+        (X, Y, 4),
+        (X, Y, "a"),
+        (X, Y, None),
+        (X, Y, Y.numpy()),
+        (X, Y, X.numpy()),
+    ],
+    ids=str,
+)
+def test_what_is_not_in_tensors_counts_too(batch: Any) -> None:
+    others = [(X, Y), (X, Y, 5), {"x": Y, "y": X}]
+    assert DataHash().then(batch).sequence not in {DataHash().then(other).sequence for other in others}
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        torch.zeros(0),
+        torch.zeros(3, 0),
+        torch.tensor(1.0),
+        torch.tensor([True, False]),
+        torch.ones(3, dtype=torch.float16),
+        torch.ones(3, dtype=torch.complex64).conj(),
+        torch.eye(3).to_sparse(),
+        torch.ones(4, 4).T[::2],
+        torch.tensor([torch.nan, torch.inf]),
+    ],
+    ids=str,
+)
+def test_any_tensor_has_a_hash(tensor: Tensor) -> None:
+    assert hash_of(tensor) == hash_of(tensor.clone())
+    assert DataHash().then((X, tensor)) == DataHash().then((X, tensor.clone()))
+
+
+def scaled(factor: float) -> Any:
+    return lambda model, batch: factor * cross_entropy(model(batch[0]), batch[1])
+
+
+def scaled_by_default(model: nn.Module, batch: Any, factor: float = 1.0) -> Tensor:
+    return factor * cross_entropy(model(batch[0]), batch[1])
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        (scaled(1.0), scaled(2.0)),
+        (partial(scaled_by_default, factor=1.0), partial(scaled_by_default, factor=2.0)),
+        (scaled_by_default, partial(scaled_by_default, factor=1.0)),
+    ],
+    ids=["closure", "partial", "function and partial"],
+)
+def test_functions_that_differ_in_what_they_hold_are_told_apart(
+    first: Any, second: Any, tmp_path: Path
+) -> None:
+    path = tmp_path / "survey"
+    with pytest.raises(InterruptedLoaderError):
+        estimate(Loader(3), path, loss=first)
+    with pytest.raises(ValueError, match="of another survey: loss was"):
+        estimate(Loader(), path, loss=second)
+    estimate(Loader(), path, loss=first)
+
+
+class Activated(nn.Module):
+    """A network whose activation is a plain function."""
+
+    def __init__(self, activation: Any) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.activation, self.layer = activation, nn.Linear(36, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.layer(self.activation(x.flatten(1)))
+        return out
+
+
+def test_models_that_differ_in_a_function_are_told_apart() -> None:
+    assert fingerprint(Activated(torch.tanh)) == fingerprint(Activated(torch.tanh))
+    assert fingerprint(Activated(torch.tanh)) != fingerprint(Activated(torch.relu))
+
+
+def test_the_words_for_a_survey_are_the_same_in_every_process() -> None:
+    code = (
+        "from torch import nn; from tekfac.fisher.metadata import metadata_of, fingerprint;"
+        "from tekfac.fisher.options import Options; from tekfac.likelihoods import Custom;"
+        "import torch; torch.manual_seed(0);"
+        "loss = lambda model, batch: 0 if 'a' in {'a', 'b', 'c', 'd'} else 1;"
+        "draw = lambda outputs, generator: outputs.sum();"
+        "print(metadata_of(nn.Linear(2, 2), Options(loss=loss, likelihood=Custom(draw))))"
+    )
+    outputs = {
+        subprocess.run(
+            [sys.executable, "-c", code],
+            capture_output=True,
+            text=True,
+            check=True,
+            env={**os.environ, "PYTHONHASHSEED": seed},
+        ).stdout
+        for seed in ("1", "2", "3")
+    }
+    assert len(outputs) == 1

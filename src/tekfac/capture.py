@@ -219,6 +219,8 @@ class Capture:
         self.passes += 1
         self.terms += num_terms
         self.samples += len(outputs) if num_terms else 0
+        if not calls and self._fisher == "sampled" and num_terms:
+            prediction.sample(self.sampling.generator_on(outputs.device))  # later draws are as with more layers
         if not num_terms or not calls:
             return
 

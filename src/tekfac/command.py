@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import io
+import os
 import shlex
 import sys
 from collections.abc import Sequence
@@ -26,8 +27,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             stream.reconfigure(errors="replace")  # a terminal may not have ‖ or λ
     try:
         options.run(options)
-    except BrokenPipeError:  # as in `tekfac ... | head`
-        sys.stderr.close()
+        sys.stdout.flush()
+    except BrokenPipeError:  # as in `tekfac ... | head`: what is left to print goes nowhere
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except KeyboardInterrupt:
         print("tekfac: interrupted", file=sys.stderr)
@@ -40,6 +42,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
             if isinstance(error, ValueError | TypeError | ImportError | OSError)
             else f"{type(error).__name__}: "
         )
-        print(f"tekfac: {kind}{error} (tekfac --debug shows where)", file=sys.stderr)
+        print(f"tekfac: {kind}{' '.join(str(error).split())} (tekfac --debug shows where)", file=sys.stderr)
         return 1
     return 0

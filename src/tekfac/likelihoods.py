@@ -452,6 +452,8 @@ def _class_indices(targets: Tensor, logits: Tensor) -> Tensor:
 
 
 def _require_like(outputs: Tensor, targets: Tensor) -> None:
+    if targets.is_complex():
+        raise OutputShapeError(f"Got targets of type {targets.dtype}. Expected real numbers.")
     if targets.shape != outputs.shape:
         raise OutputShapeError(
             f"Got targets of shape {list(targets.shape)} for outputs of shape {list(outputs.shape)}. Expected "

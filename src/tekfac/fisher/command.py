@@ -23,6 +23,7 @@ from tekfac.fisher.estimating import estimate, exact_blocks
 from tekfac.fisher.findings import Finding, findings
 from tekfac.fisher.options import Keywords
 from tekfac.fisher.sources import Limited, batches, distinct, load_state, made_by
+from tekfac.groups import take_inventory
 from tekfac.likelihoods import LIKELIHOODS
 
 DIGITS = "digits"
@@ -163,8 +164,9 @@ def _check(options: argparse.Namespace) -> None:
 
 
 def _check_heat_map(options: argparse.Namespace, model: nn.Module) -> None:
-    if options.heat_map is not None and options.heat_map not in dict(model.named_modules()):
-        raise ValueError(f"No layer {options.heat_map!r} for --heat-map in {type(model).__name__}.")
+    layers = take_inventory(model, ()).layers
+    if options.heat_map is not None and options.heat_map not in layers:
+        raise ValueError(f"No layer {options.heat_map!r} for --heat-map. The layers are {', '.join(layers)}.")
 
 
 # -- in ------------------------------------------------------------------------------------------------------

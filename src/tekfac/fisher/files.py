@@ -17,6 +17,7 @@ KEY = "tekfac"
 
 def require_safetensors(purpose: str) -> Any:
     """The package, or an error that names its extra, before any work is done."""
+    require("numpy", purpose)
     require("safetensors", purpose)
     return require("safetensors.torch", purpose)
 

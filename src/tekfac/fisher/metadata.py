@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
-from types import CodeType
+import inspect
+import re
+from collections.abc import Mapping
+from types import CellType, CodeType
 from typing import Any
 
 import torch
@@ -11,7 +15,7 @@ from torch import Tensor, nn
 
 from tekfac.fisher.batch import hash_of
 from tekfac.fisher.options import Options
-from tekfac.likelihoods import Likelihood
+from tekfac.likelihoods import Custom
 from tekfac.version import __version__
 
 
@@ -20,8 +24,8 @@ def metadata_of(model: nn.Module, options: Options) -> dict[str, Any]:
     return {
         "fisher": options.fisher,
         "likelihood": _in_words(options.likelihood),
-        "loss": _in_words(options.loss),
-        "outputs": _in_words(options.outputs),
+        "loss": None if options.loss is None else _in_words(options.loss),
+        "outputs": None if options.outputs is None else _in_words(options.outputs),
         "loss_reduction": options.loss_reduction,
         "batch_dim": options.batch_dim,
         "seed": options.seed,
@@ -32,26 +36,75 @@ def metadata_of(model: nn.Module, options: Options) -> dict[str, Any]:
 
 
 def fingerprint(model: nn.Module) -> str:
-    """A short hash of the structure of a model and of all its parameters and buffers."""
-    digest = hashlib.sha256(repr(model).encode())
+    """A short hash of what a model computes: its structure, its parameters and buffers, its modules' code."""
+    digest = hashlib.sha256(_without_addresses(repr(model)).encode())
     for name, tensor in sorted(model.state_dict().items()):
         if isinstance(tensor, Tensor):
             digest.update(f"{name} {tensor.dtype} {hash_of(tensor)}".encode())
+    for name, module in model.named_modules():
+        plain = {key: value for key, value in vars(module).items() if _is_choice(key, value)}
+        digest.update(f"{name} {_in_words(type(module).forward)} {_values_in_words(plain)}".encode())
     return digest.hexdigest()[:16]
 
 
-def _in_words(value: object) -> str | None:
+def _is_choice(name: str, value: object) -> bool:
+    """Whether an attribute of a module may change what it computes."""
+    if name in ("training", "forward") or name.startswith("_"):
+        return name == "forward"
+    return callable(value) or isinstance(value, bool | int | float | str | type(None))
+
+
+def _in_words(value: object) -> str:
     """The same words in every process, other words for other functions."""
-    if value is None or isinstance(value, str):
+    if isinstance(value, str):
         return value
-    if isinstance(value, Likelihood):
-        return repr(value)
-    code = getattr(value, "__code__", None)
-    name = f"{getattr(value, '__module__', '?')}.{getattr(value, '__qualname__', type(value).__qualname__)}"
-    return name if code is None else f"{name}#{hashlib.sha256(_code(code)).hexdigest()[:8]}"
+    if isinstance(value, Custom):
+        return f"Custom({_in_words(value.sampled_loss)})"
+    if isinstance(value, Tensor):
+        return f"tensor {hash_of(value)}"
+    if isinstance(value, functools.partial):
+        given = _values_in_words([value.args, value.keywords])
+        return f"partial({_in_words(value.func)}, {given})"
+    if inspect.ismethod(value):
+        return f"{_in_words(value.__func__)} of {type(value.__self__).__qualname__}"
+    if inspect.isfunction(value):
+        cells = [cell.cell_contents for cell in value.__closure__ or () if not _is_empty(cell)]
+        parts = [value.__defaults__, value.__kwdefaults__, [c for c in cells if not isinstance(c, nn.Module)]]
+        digest = hashlib.sha256(_code(value.__code__) + _values_in_words(parts).encode()).hexdigest()[:8]
+        return f"{value.__module__}.{value.__qualname__}#{digest}"
+    if callable(value) and not isinstance(value, type) and hasattr(value, "__dict__") and vars(value):
+        return f"{type(value).__qualname__}({_values_in_words(vars(value))})"
+    return _without_addresses(repr(value))
+
+
+def _values_in_words(values: object) -> str:
+    """Containers by what they hold."""
+    if isinstance(values, Mapping):
+        return str({str(key): _values_in_words(value) for key, value in values.items()})
+    if isinstance(values, tuple | list):
+        return str([_values_in_words(value) for value in values])
+    return _in_words(values)
 
 
 def _code(code: CodeType) -> bytes:
     """What a function does, without where it is."""
-    constants = [_code(c) if isinstance(c, CodeType) else repr(c).encode() for c in code.co_consts]
+    constants = []
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            constants.append(_code(constant))
+        else:  # a set has another order in every process
+            plain = sorted(map(repr, constant)) if isinstance(constant, frozenset) else constant
+            constants.append(repr(plain).encode())
     return b"|".join([code.co_code, " ".join(code.co_names).encode(), *constants])
+
+
+def _is_empty(cell: CellType) -> bool:
+    try:
+        cell.cell_contents  # noqa: B018
+    except ValueError:
+        return True
+    return False
+
+
+def _without_addresses(text: str) -> str:
+    return re.sub(r" at 0x[0-9a-f]+", "", text)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-import pickle
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -53,7 +52,7 @@ def load_state(model: nn.Module, path: str | Path) -> None:
         raise ValueError(f"There is no checkpoint {str(path)!r}.")
     try:
         saved = torch.load(path, map_location="cpu", weights_only=True)
-    except (pickle.UnpicklingError, RuntimeError, EOFError) as error:
+    except Exception as error:
         raise ValueError(
             f"{str(path)!r} is no checkpoint of tensors that can be read safely ({type(error).__name__}). Save "
             "torch.save(model.state_dict(), ...), not the model itself."
@@ -61,12 +60,13 @@ def load_state(model: nn.Module, path: str | Path) -> None:
     state = saved
     if isinstance(saved, Mapping) and not all(isinstance(value, Tensor) for value in saved.values()):
         inside = [key for key in NESTED if isinstance(saved.get(key), Mapping)]
-        if not inside:
-            raise ValueError(
-                f"{str(path)!r} holds no state dict: it has the entries {sorted(map(str, saved))}. Expected "
-                f"the model's state_dict(), or a dict with it under {', '.join(NESTED)}."
-            )
-        state = saved[inside[0]]
+        state = saved[inside[0]] if inside else None
+    if not isinstance(state, Mapping) or not all(isinstance(key, str) for key in state):
+        entries = f"a dict of {sorted(map(str, saved))}" if isinstance(saved, Mapping) else type(saved).__name__
+        raise ValueError(
+            f"{str(path)!r} holds no state dict: it is {entries}. Expected the model's state_dict(), or a dict "
+            f"with it under {', '.join(NESTED)}."
+        )
     try:
         model.load_state_dict(state)
     except RuntimeError as error:
@@ -108,7 +108,13 @@ def batches(images: Tensor, labels: Tensor, size: int) -> list[tuple[Tensor, Ten
 
 
 def distinct(paths: Sequence[str]) -> list[str]:
-    """Short names of files: without folder and ending where these tell nothing."""
+    """Short names of files: without folder and ending where these tell nothing.
+
+    Raises:
+        ValueError: for a file that is named twice.
+    """
+    if len(set(paths)) < len(paths):
+        raise ValueError(f"--state names a file twice: {', '.join(paths)}.")
     stems = [Path(path).stem for path in paths]
     return stems if len(set(stems)) == len(stems) else list(paths)
 

@@ -18,7 +18,7 @@ from torch.utils.data import Dataset
 from tekfac.capture import Capture
 from tekfac.curvature import NonFiniteStatisticsError
 from tekfac.extras import require
-from tekfac.fisher.batch import DataHash, length, map_tensors, tensors_of
+from tekfac.fisher.batch import DataHash, is_empty, map_tensors
 from tekfac.fisher.options import Options
 from tekfac.fisher.resume import Count, HasState, Resume
 from tekfac.groups import take_inventory
@@ -162,7 +162,7 @@ class Survey:
         if self._options.progress:
             tqdm = require("tqdm", "A progress bar")
             loader = tqdm.tqdm(loader, desc=title, unit="batch", dynamic_ncols=True)
-        return (batch for batch in loader if length(batch) > 0 or not any(True for _ in tensors_of(batch)))
+        return (batch for batch in loader if not is_empty(batch))
 
     # -- one batch ---------------------------------------------------------------------------------------
 
@@ -201,11 +201,15 @@ class Survey:
             loss = self._loss(capture, map_tensors(batch, lambda tensor: _usable(tensor, device)))
             capture.counted = loss.counted
             parameters = [p for layer in self.layers.values() for p in layer.parameters if p.requires_grad]
-            if not parameters or not loss.value.requires_grad:
+            if not parameters or (not loss.value.requires_grad and loss.counted is None):
                 raise ValueError(
                     "The loss depends on no layer whose parameters require gradients. Unfreeze those to look "
                     "at: model.requires_grad_(True)."
                 )
+            if not loss.value.requires_grad and loss.counted is not None:  # none of the layers was called
+                counted = loss.counted if options.loss_reduction == "mean" else loss.counted.any(1)
+                capture.terms, capture.samples = int(counted.sum()), len(loss.counted)
+                return
             gradient = gradient and loss.of_data
             if gradient or loss.outputs is None:
                 parts = torch.autograd.grad(loss.value, parameters, allow_unused=True)

@@ -121,7 +121,7 @@ class Plan:
         groups, size = self.layer.shape.groups, self.layer.shape.d_out * self.layer.shape.d_in
         signs = []
         for number in numbers:
-            generator = torch.Generator().manual_seed((self.budgets.seed << 20) + number)
+            generator = torch.Generator().manual_seed(((self.budgets.seed << 20) + number) % 2**63)
             signs.append(torch.randint(2, (groups, size), generator=generator, dtype=torch.int8))
         vectors = torch.stack(signs, dim=1)
         return vectors.to(device=self.layer.weight.device, dtype=self.layer.dtype).mul_(2).sub_(1)
