@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +19,7 @@ from tekfac.capture import Capture
 from tekfac.curvature import NonFiniteStatisticsError
 from tekfac.extras import require
 from tekfac.fisher.batch import DataHash, is_empty, map_tensors
+from tekfac.fisher.losses import BatchLosses
 from tekfac.fisher.options import Options
 from tekfac.fisher.resume import Count, HasState, Resume
 from tekfac.groups import take_inventory
@@ -28,9 +29,6 @@ from tekfac.rows import LayerBatch
 
 logger = logging.getLogger("tekfac")
 
-MANY_COLUMNS = 1000
-"""Backward passes per batch from which on the exact Fisher is worth a warning."""
-
 
 class Collector(Protocol):
     """Something that is summed up over a data set, for one layer. To be resumed it needs a state, too."""
@@ -38,22 +36,6 @@ class Collector(Protocol):
     def add(self, batches: Sequence[LayerBatch]) -> None:
         """Take in what the layer saw in one batch of the data."""
         ...
-
-
-class BatchLoss(NamedTuple):
-    """The loss of a batch.
-
-    Attributes:
-        value: a scalar.
-        outputs: what it is a function of, where that is known.
-        counted: the terms that count, [N, P], where that is known.
-        of_data: whether it is the loss of the data's targets; without targets it is that of some others.
-    """
-
-    value: Tensor
-    outputs: Tensor | None = None
-    counted: Tensor | None = None
-    of_data: bool = True
 
 
 class Survey:
@@ -75,9 +57,8 @@ class Survey:
         self._loader = loader
         self._options = options
         self.resume: Resume | None = None
-        self._likelihood = as_likelihood(options.likelihood)
+        self._losses = BatchLosses(model, options)
         self._passes = 0
-        self._reported = False
         self.layers = _chosen_layers(model, options.layers)
         self.gradients: dict[str, Tensor] = {}
         self.count = Count()
@@ -198,7 +179,7 @@ class Survey:
         options = self._options
         device = next(self._model.parameters()).device
         with torch.inference_mode(False), torch.enable_grad():
-            loss = self._loss(capture, map_tensors(batch, lambda tensor: _usable(tensor, device)))
+            loss = self._losses.of(map_tensors(batch, lambda tensor: _usable(tensor, device)), capture)
             capture.counted = loss.counted
             parameters = [p for layer in self.layers.values() for p in layer.parameters if p.requires_grad]
             if not parameters or (not loss.value.requires_grad and loss.counted is None):
@@ -234,65 +215,6 @@ class Survey:
                 total = layer.to_matrix(weight, bias).double() * terms
                 self.gradients[name] = total + self.gradients.get(name, 0)
 
-    def _loss(self, capture: Capture, batch: Any) -> BatchLoss:
-        """The loss of a batch."""
-        options = self._options
-        if options.loss is not None:
-            return BatchLoss(options.loss(self._model, batch))
-        targets = None
-        if isinstance(batch, Mapping):
-            returned = self._model(**batch)
-            loss = returned.get("loss") if isinstance(returned, Mapping) else getattr(returned, "loss", None)
-            if isinstance(loss, Tensor):
-                return BatchLoss(loss)
-        elif isinstance(batch, tuple | list):
-            if len(batch) > 2:
-                raise ValueError(
-                    f"A batch of the data is a {type(batch).__name__} of {len(batch)}. Expected (inputs, "
-                    "targets), inputs alone, or a dict of the model's keywords. Otherwise: "
-                    "loss=lambda model, batch: ..."
-                )
-            inputs, targets = batch if len(batch) == 2 else (batch[0], None)
-            self._model(*inputs) if isinstance(inputs, tuple | list) else self._model(inputs)
-        else:
-            self._model(batch)
-        if targets is None and options.fisher == "empirical":
-            raise ValueError("fisher='empirical' needs targets: batches of (inputs, targets), or loss=...")
-        outputs = capture.outputs
-        if outputs is None:
-            raise ValueError("The model was called, but its outputs were not seen. Is it wrapped or compiled?")
-        self._report_columns(outputs)
-        axis = self._batch_axis(outputs)
-        if targets is not None:
-            if not isinstance(targets, Tensor):
-                raise ValueError(f"Got targets of type {type(targets).__name__}. Expected a tensor.")
-            targets = targets.movedim(axis, 0) if targets.ndim > axis else targets
-        terms = self._likelihood.losses(outputs.movedim(axis, 0), targets)
-        if options.loss_reduction == "sum":
-            return BatchLoss(terms.total, outputs, terms.counted, targets is not None)
-        counted = terms.counted if options.loss_reduction == "mean" else terms.counted.any(1)
-        mean = terms.total / counted.sum().clamp_min(1)
-        return BatchLoss(mean, outputs, terms.counted, targets is not None)
-
-    def _batch_axis(self, outputs: Tensor) -> int:
-        axis = self._options.batch_dim
-        if not -outputs.ndim <= axis < outputs.ndim:
-            raise ValueError(
-                f"Invalid batch_dim: {axis!r}. Expected an axis of the outputs, of shape {list(outputs.shape)}."
-            )
-        return axis % outputs.ndim
-
-    def _report_columns(self, outputs: Tensor) -> None:
-        """Say once where the exact Fisher takes very many backward passes."""
-        columns = outputs.numel() // max(1, outputs.shape[self._batch_axis(outputs)])
-        if self._options.fisher == "exact" and columns > MANY_COLUMNS and not self._reported:
-            self._reported = True
-            logger.warning(
-                "fisher='exact' takes a backward pass for every class and position: %d for each batch. "
-                "fisher='sampled' takes one.",
-                columns,
-            )
-
     # -- around a pass -----------------------------------------------------------------------------------
 
     @contextlib.contextmanager
@@ -302,7 +224,7 @@ class Survey:
         capture = Capture(
             self._model,
             self.layers.values(),
-            likelihood=self._likelihood,
+            likelihood=as_likelihood(options.likelihood),
             fisher=options.fisher,
             loss_reduction=options.loss_reduction,
             batch_dim=options.batch_dim,
