@@ -200,8 +200,7 @@ def report(
         f"CIFAR-10's training set with the {FISHER} Fisher: two passes over the data, batches of {BATCH}.\n\n"
         f"{table(rows)}\n\n"
         f"The process that was killed twice and started again {outcome}. The peak is that of the whole "
-        "process: Python, torch, the estimate, and the images as bytes, 3 KiB each, which are most of what a "
-        "run on all of them takes more than one on a tenth.\n\n"
+        "process: Python, torch, the estimate, and the images as bytes, 3 KiB each.\n\n"
         f"{table(layers)}\n\n{made_by}\n"
     )
 
