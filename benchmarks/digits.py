@@ -15,13 +15,12 @@ from collections.abc import Callable
 from pathlib import Path
 from statistics import mean, median, stdev
 
-import torch
-from sklearn.datasets import load_digits
 from torch import nn
 from torch.optim import SGD, Adam, Optimizer
 
 from provenance import provenance
 from tekfac import EKFAC, KFAC, TEKFAC, TKFAC
+from tekfac.fisher.digits import data as images_and_labels
 from training import Curve, Data, cnn, mlp, train
 
 EPOCHS, BATCH_SIZE, SEEDS, TUNING_SEED, TARGET = 15, 64, (0, 1, 2), 100, 0.95
@@ -60,11 +59,7 @@ LEARNING_RATES = {
 
 def digits() -> Data:
     """1,437 training and 360 test images, [N, 1, 8, 8] in 0..1, in an order fixed once and for all."""
-    raw = load_digits()
-    images = torch.tensor(raw.images, dtype=torch.float32)[:, None] / 16
-    labels = torch.tensor(raw.target)
-    order = torch.randperm(len(images), generator=torch.Generator().manual_seed(0))
-    images, labels = images[order], labels[order]
+    images, labels = images_and_labels()
     return Data(images[360:], labels[360:], images[:360], labels[:360])
 
 

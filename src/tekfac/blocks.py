@@ -195,9 +195,12 @@ class Block(ABC):
         sizes = self.shape.groups, self.shape.d_out, self.shape.d_in
         return matrix.detach().reshape(*matrix.shape[:-2], *sizes)
 
+    def _taken(self, matrix: Tensor) -> Tensor:
+        """[..., G * d_out, d_in] as [..., G, d_out, d_in], in the block's precision and on its device."""
+        return self._split(matrix).to(device=self.device, dtype=self.dtype)
+
     def _of(self, function: SpectralFunction, matrix: Tensor) -> Tensor:
-        matrices = self._split(matrix).to(device=self.device, dtype=self.dtype)
-        return self._apply(function, matrices).flatten(-3, -2)
+        return self._apply(function, self._taken(matrix)).flatten(-3, -2)
 
     @property
     def _is_singular(self) -> bool:
@@ -271,7 +274,7 @@ class KroneckerBlock(Block):
             ValueError: for damping 0 and a matrix that is singular in its precision.
         """
         damping = self._invertible_with(damping)
-        matrices = self._split(matrix).to(device=self.device, dtype=self.dtype)
+        matrices = self._taken(matrix)
         return precondition(matrices, self.basis, self.rescaling + damping).flatten(-3, -2)
 
     def _apply(self, function: SpectralFunction, matrices: Tensor) -> Tensor:
@@ -298,7 +301,7 @@ class DenseBlock(Block):
 
     def matvec(self, matrix: Tensor) -> Tensor:
         """F vec(X), as a matrix, [..., d_out, d_in]."""
-        matrices = self._split(matrix).to(device=self.device, dtype=self.dtype)
+        matrices = self._taken(matrix)
         products = torch.einsum("gij,...gj->...gi", self.matrices, matrices.flatten(-2))
         return products.reshape(matrix.shape)
 
@@ -319,7 +322,7 @@ class DenseBlock(Block):
             ValueError: for damping 0 and a matrix that is singular in its precision.
         """
         damping = self._invertible_with(damping)
-        matrices = self._split(matrix).to(device=self.device, dtype=self.dtype)
+        matrices = self._taken(matrix)
         columns = matrices.flatten(-2).reshape(-1, *self.matrices.shape[:2]).permute(1, 2, 0)  # [G, D, K]
         damped = self.matrices.clone()
         damped.diagonal(dim1=1, dim2=2).add_(damping)
@@ -367,7 +370,7 @@ class GramBlock(Block):
 
     def matvec(self, matrix: Tensor) -> Tensor:
         """J^T (J vec(X)) / M, as a matrix, [..., d_out, d_in]."""
-        matrices = self._split(matrix).to(device=self.device, dtype=self.dtype)
+        matrices = self._taken(matrix)
         along_rows = torch.einsum("grd,...gd->...gr", self.rows, matrices.flatten(-2))
         products = torch.einsum("grd,...gr->...gd", self.rows, along_rows) / self.num_terms
         return products.reshape(matrix.shape)

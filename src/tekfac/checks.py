@@ -20,3 +20,9 @@ def require_keywords(owner: str, keywords: Iterable[str], names: Sequence[str]) 
             near = difflib.get_close_matches(keyword, names, n=1)
             hint = f" Did you mean {near[0]!r}?" if near else f" It takes {', '.join(names)}."
             raise TypeError(f"{owner} got an unknown keyword {keyword!r}.{hint}")
+
+
+def require_axis(name: str, value: Any) -> None:
+    """Raise ValueError for what cannot be an axis of the model's outputs."""
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise ValueError(f"Invalid {name}: {value!r}. Expected an axis of the model's outputs.")

@@ -12,7 +12,7 @@ from typing import Any, TypedDict
 from torch import Tensor, nn
 
 from tekfac.capture import FISHER_KINDS, LOSS_REDUCTIONS, FisherKind, LossReduction
-from tekfac.checks import require_choice, require_keywords
+from tekfac.checks import require_axis, require_choice, require_keywords
 from tekfac.damping import (
     BETA_READINGS,
     DEFAULT_TRACE_FLOOR,
@@ -65,8 +65,7 @@ class Settings:
         require_choice("fisher", self.fisher, FISHER_KINDS)
         require_choice("averaging", self.averaging, AVERAGINGS)
         require_choice("loss_reduction", self.loss_reduction, LOSS_REDUCTIONS)
-        if not isinstance(self.batch_dim, int) or isinstance(self.batch_dim, bool):
-            raise ValueError(f"Invalid batch_dim: {self.batch_dim!r}. Expected an axis of the model's outputs.")
+        require_axis("batch_dim", self.batch_dim)
         if self.kl_clip is not None:
             _require_positive("kl_clip", self.kl_clip, "a positive number, or None for no clipping")
         if self.first_order_lr is not None:

@@ -10,7 +10,7 @@ from typing import Any, TypedDict
 from torch import Tensor, nn
 
 from tekfac.capture import FISHER_KINDS, LOSS_REDUCTIONS, FisherKind, LossReduction
-from tekfac.checks import require_choice, require_keywords
+from tekfac.checks import require_axis, require_choice, require_keywords
 from tekfac.likelihoods import Likelihood, SampledLoss, as_likelihood
 from tekfac.outputs import OutputSelector
 
@@ -55,8 +55,7 @@ class Options:
         as_likelihood(self.likelihood)
         if isinstance(self.layers, str):
             object.__setattr__(self, "layers", [self.layers])
-        if not isinstance(self.batch_dim, int) or isinstance(self.batch_dim, bool):
-            raise ValueError(f"Invalid batch_dim: {self.batch_dim!r}. Expected an axis of the model's outputs.")
+        require_axis("batch_dim", self.batch_dim)
         for name in ("memory_budget", "seed"):
             value = getattr(self, name)
             if not isinstance(value, Integral) or isinstance(value, bool) or value < 0:
