@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import logging
 import sys
+import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -74,6 +75,7 @@ class Capture:
         terms: their loss terms.
         samples: their samples, but for passes in which no term counts.
         outputs: the predictions of the last forward pass; kept only where not only training is watched.
+        seconds: what measuring in backward passes has taken so far, by the clock of the host.
 
     An optimizer watches forward passes in training mode whose backward pass leads to parameters. With
     `only_training=False` the mode does not matter, and a backward pass that ends at the outputs will do.
@@ -102,6 +104,7 @@ class Capture:
         self.counted: Tensor | None = None
         self.passes = self.terms = self.samples = 0
         self.outputs: Tensor | None = None
+        self.seconds = 0.0
         self._likelihood = likelihood
         self._fisher = fisher
         self._loss_reduction = loss_reduction
@@ -195,7 +198,9 @@ class Capture:
                 return
             node = torch._C._current_autograd_node()
             calls, window.calls, window.used = window.calls, [], True
+            start = time.perf_counter()
             owner._receive(GradientEdge(node, output_nr), values, gradient, calls)
+            owner.seconds += time.perf_counter() - start
 
         outputs.register_hook(at_outputs)  # type: ignore[no-untyped-call]
 

@@ -22,6 +22,13 @@ def require_keywords(owner: str, keywords: Iterable[str], names: Sequence[str]) 
             raise TypeError(f"{owner} got an unknown keyword {keyword!r}.{hint}")
 
 
+def nearest(name: str, names: Iterable[str]) -> str:
+    """A sentence, with a space before it, for a name that does not exist: the nearest one, or all there are."""
+    names = list(names)
+    near = difflib.get_close_matches(name.lower(), names, n=1)
+    return f" Did you mean {near[0]!r}?" if near else f" Expected one of {', '.join(names)}."
+
+
 def require_axis(name: str, value: Any) -> None:
     """Raise ValueError for what cannot be an axis of the model's outputs."""
     if not isinstance(value, int) or isinstance(value, bool):

@@ -10,6 +10,7 @@ import sys
 from collections.abc import Sequence
 
 from tekfac.fisher import command as fisher_command
+from tekfac.lab import command as lab_command
 from tekfac.version import __version__
 
 
@@ -19,6 +20,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--version", action="version", version=f"tekfac {__version__}")
     parser.add_argument("--debug", action="store_true", help="show where an error happened")
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
+    lab_command.add_to(commands)
     fisher_command.add_to(commands)
     options = parser.parse_args(arguments)
     options.command_line = shlex.join(["tekfac", *(sys.argv[1:] if arguments is None else arguments)])
@@ -31,9 +33,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # as in `tekfac ... | head`: what is left to print goes nowhere
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
-    except KeyboardInterrupt:
-        print("tekfac: interrupted", file=sys.stderr)
-        return 130
+    except KeyboardInterrupt as interrupt:
+        print(f"tekfac: {interrupt or 'interrupted'}", file=sys.stderr)
+        return getattr(interrupt, "status", 130)
     except Exception as error:
         if options.debug:
             raise

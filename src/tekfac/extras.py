@@ -10,7 +10,12 @@ EXTRA_OF = {
     "safetensors": "fisher",
     "tqdm": "fisher",
     "matplotlib": "fisher",
-    "sklearn": "demo",
+    "sklearn": "lab",
+    "rich": "lab",
+    "numpy": "lab",
+    "optuna": "lab",
+    "tensorboard": "lab",
+    "PIL": "lab",
 }
 """The extra of tekfac that brings each package."""
 

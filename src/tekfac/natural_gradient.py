@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, Self, Unpack, overload
 
@@ -19,7 +20,7 @@ from tekfac.groups import completed_groups, parameters_of, resolved_groups, take
 from tekfac.layers import SUPPORTED, Layer
 from tekfac.likelihoods import as_likelihood
 from tekfac.methods import Method, default_settings, paper_settings, refused_settings
-from tekfac.network import NetworkCurvature
+from tekfac.network import LayerSignals, NetworkCurvature
 from tekfac.settings import Keywords, check_group, documented, resolve, signature
 from tekfac.update import apply_update, kl_coefficient
 
@@ -86,6 +87,7 @@ class NaturalGradient(Optimizer):
         self._attempts: dict[str, int] = {}
         self.num_steps = 0
         self.skipped_steps = 0
+        self._refresh_seconds = 0.0
         first_order_lr = lr if settings.first_order_lr is None else settings.first_order_lr
         groups = completed_groups(model, self._layers.values(), groups, first_order_lr)
         defaults = {
@@ -196,10 +198,13 @@ class NaturalGradient(Optimizer):
             return "; ".join(self._capture.problems)
         # Factors, eigenbasis, re-scaling: new values, which replace the old ones only if all are finite.
         due, batches, before = self._due(), self._capture.batches, self._network.blocks
+        start = time.perf_counter()
         try:
             blocks = self._network.refreshed(batches, due)
         except NonFiniteStatisticsError as error:
             return str(error)
+        finally:
+            self._refresh_seconds += time.perf_counter() - start
         if due.basis or batches:
             self._network.blocks = blocks
         # Precondition.
@@ -324,6 +329,23 @@ class NaturalGradient(Optimizer):
     def curvature(self) -> BlockDiagonal[KroneckerBlock]:
         """The Fisher block of every layer seen so far, by layer name, as it is now (see tekfac.fisher)."""
         return self._network.block_diagonal()
+
+    def signals(self) -> dict[str, LayerSignals]:
+        """Trace, damping and condition of every layer seen so far, by layer name: for logs and monitors."""
+        return self._network.signals(self._damping_rules())
+
+    @property
+    def steps_since_refresh(self) -> int:
+        """Steps taken since a refresh of the eigenbasis was last due (its staleness)."""
+        return (self.num_steps - 1) % self._settings.basis_every if self.num_steps else 0
+
+    @property
+    def curvature_seconds(self) -> float:
+        """Time spent on curvature so far: in backward passes that were measured, and on refreshing.
+
+        By the clock of the host; work that an accelerator has queued and not finished is not in it.
+        """
+        return self._capture.seconds + self._refresh_seconds
 
     @property
     def failed_refreshes(self) -> int:

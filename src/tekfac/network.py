@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,6 +16,22 @@ from tekfac.eigenbasis import Eigenbasis
 from tekfac.layers import Layer
 from tekfac.precondition import precondition
 from tekfac.rows import LayerBatch
+
+
+class LayerSignals(NamedTuple):
+    """What tells, from outside, how a layer's curvature is doing.
+
+    Attributes:
+        trace: of its approximate Fisher block.
+        damping: the mean of what damping adds to the block's eigenvalues.
+        condition: the largest damped eigenvalue divided by the smallest.
+        failed_refreshes: how often its decomposition failed for good and an older basis was kept.
+    """
+
+    trace: float
+    damping: float
+    condition: float
+    failed_refreshes: int
 
 
 class NetworkCurvature:
@@ -82,6 +99,20 @@ class NetworkCurvature:
             parts = zip(layer.parameters, layer.from_matrix(direction), strict=True)
             directions.update((parameter, part) for parameter, part in parts if parameter.grad is not None)
         return directions
+
+    def signals(self, rules: Mapping[str, DampingRule]) -> dict[str, LayerSignals]:
+        """The state of every layer seen so far, under the given damping rules, in a few numbers each."""
+        denominators = self._damped(rules)
+        found = {}
+        for name, block in self._blocks.items():
+            values, damped = block.rescaling.double(), denominators[name].double()
+            found[name] = LayerSignals(
+                trace=float(values.sum()),
+                damping=float((damped - values).mean()),
+                condition=float(damped.max() / damped.min()),
+                failed_refreshes=block.failed_refreshes,
+            )
+        return found
 
     def check_rules(self, rules: Mapping[str, DampingRule]) -> None:
         """Let every rule damp a block of a single entry, so that one that cannot be used here says so now.

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
-import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,33 +10,15 @@ import torch
 from torch import Tensor, nn
 
 from tekfac.fisher.batch import length, map_tensors
+from tekfac.user_code import find_function
 
 NESTED = ("model", "state_dict", "model_state_dict", "net", "network")
 """Where checkpoints of training runs usually keep the model's parameters."""
 
 
 def made_by(name: str, option: str) -> Any:
-    """What the function returns that `package.module:function` or `path/to/file.py:function` names.
-
-    Raises:
-        ValueError: if there is no such module or function.
-    """
-    place, _, attribute = name.rpartition(":")
-    if not place:
-        raise ValueError(
-            f"Cannot read {option} {name!r}. Expected package.module:function or path/to/file.py:function, a "
-            "function without arguments."
-        )
-    try:
-        module = _from_file(Path(place)) if place.endswith(".py") else _from_name(place)
-    except (ModuleNotFoundError, FileNotFoundError) as error:
-        raise ValueError(f"Cannot import {place!r} for {option}: {error}.") from error
-    function = getattr(module, attribute, None)
-    if not callable(function):
-        names = [n for n, value in vars(module).items() if callable(value) and not n.startswith("_")]
-        known = ", ".join(names) or "none"
-        raise ValueError(f"{place!r} has no function {attribute!r} for {option}. It has {known}.")
-    return function()
+    """What the function without arguments returns that the user names (see user_code)."""
+    return find_function(name, option)()
 
 
 def load_state(model: nn.Module, path: str | Path) -> None:
@@ -117,34 +96,3 @@ def distinct(paths: Sequence[str]) -> list[str]:
         raise ValueError(f"--state names a file twice: {', '.join(paths)}.")
     stems = [Path(path).stem for path in paths]
     return stems if len(set(stems)) == len(stems) else list(paths)
-
-
-def _from_name(name: str) -> Any:
-    """A module, also one of the current folder."""
-    if "" not in sys.path and str(Path.cwd()) not in sys.path:
-        sys.path.insert(0, str(Path.cwd()))
-    return importlib.import_module(name)
-
-
-def _from_file(path: Path) -> Any:
-    """A file as a module, which may import its neighbours, then and later."""
-    if not path.is_file():
-        raise FileNotFoundError(f"no file {str(path)!r}")
-    path = path.resolve()
-    name = f"_tekfac_user_{path.stem}"
-    known = sys.modules.get(name)
-    if known is not None and getattr(known, "__file__", None) == str(path):
-        return known
-    spec = importlib.util.spec_from_file_location(name, path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    if str(path.parent) not in sys.path:
-        sys.path.insert(0, str(path.parent))
-    sys.modules[name] = module
-    try:
-        spec.loader.exec_module(module)
-    except BaseException:
-        del sys.modules[name]
-        raise
-    return module

@@ -1,0 +1,228 @@
+"""Arguments that the lab's commands share, and what is made of them."""
+
+from __future__ import annotations
+
+import argparse
+import tomllib
+from collections.abc import Mapping, Sequence
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+from tekfac.lab import recipes
+from tekfac.lab.config import SCHEDULES, RunConfig
+from tekfac.lab.devices import choose
+from tekfac.lab.grids import NESTED, Point
+from tekfac.lab.optimizers import COMPARED, require_optimizer
+from tekfac.lab.pool import Manner, cores
+from tekfac.lab.training import CHECKPOINT_SECONDS
+
+OPTIONS = ("damping", "trace_floor", "kl_clip", "factors_every", "basis_every", "rescaling_every")
+"""Settings of the optimizer that have an argument of their own."""
+
+OF_OPTIMIZER = ("optimizer", "lr", "momentum", "weight_decay")
+
+RECIPES = ("start", *recipes.SCALES)
+
+
+def add_task(parser: argparse.ArgumentParser) -> None:
+    """Data, network, length of the run: everything of a config but the optimizer."""
+    task = parser.add_argument_group("the task")
+    task.add_argument("--data", help="cifar10, cifar100, svhn, digits or folder (default: digits)")
+    task.add_argument("--data-dir", metavar="DIR", help="where the data lie (default: see tekfac data)")
+    task.add_argument("--allow-partial", action="store_true", default=None, help="a part of the data will do")
+    task.add_argument("--train-samples", type=int, metavar="N", help="train on so many images (default: all)")
+    task.add_argument("--test-samples", type=int, metavar="N", help="test on so many images (default: all)")
+    task.add_argument("--held-back", type=int, metavar="N", help="test on so many held-back training images")
+    task.add_argument(
+        "--augment",
+        action=argparse.BooleanOptionalAction,
+        help="random crops and flips (default: for CIFAR, not for the others)",
+    )
+    task.add_argument("--image-size", type=int, metavar="PIXELS", help="bring images to this size")
+    task.add_argument(
+        "--model", help="cnn, mlp, vgg16, resnet20, resnet20-he, or module:function (default: cnn)"
+    )
+    task.add_argument(
+        "--model-option",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        help="a setting of the model, such as width=8",
+    )
+    task.add_argument("--epochs", type=int)
+    task.add_argument("--batch-size", type=int)
+    task.add_argument("--schedule", choices=SCHEDULES, help="of the learning rate")
+    task.add_argument("--decay-every", type=int, metavar="EPOCHS", help="of the schedule step")
+    task.add_argument("--decay-factor", type=float, help="of the schedule step")
+    task.add_argument(
+        "--recipe",
+        choices=RECIPES,
+        default="start",
+        help="where settings that are not given come from: a good start, the paper, or the paper in small "
+        "(default: %(default)s)",
+    )
+
+
+def add_manner(parser: argparse.ArgumentParser, default_out: str) -> None:
+    """Where and how the runs are computed."""
+    manner = parser.add_argument_group("where and how")
+    manner.add_argument(
+        "--out", type=Path, default=Path(default_out), metavar="DIR", help="folder (default: %(default)s)"
+    )
+    manner.add_argument("--device", help="cuda, mps, cpu (default: the first of these that there is)")
+    manner.add_argument("--threads", type=int, help="of torch, for each run on the CPU")
+    manner.add_argument("--workers", type=int, help="threads that prepare batches ahead")
+    manner.add_argument(
+        "--checkpoint-every",
+        type=float,
+        default=CHECKPOINT_SECONDS,
+        metavar="SECONDS",
+        help="how much work may be lost (default: %(default)g)",
+    )
+    manner.add_argument("--tensorboard", action="store_true", help="also write TensorBoard's files")
+    manner.add_argument("--quiet", action="store_true", help="no progress bars")
+
+
+def add_jobs(parser: argparse.ArgumentParser) -> None:
+    """How many runs at a time."""
+    parser.add_argument(
+        "--jobs", type=int, help="runs at a time (default: one per core on the CPU, one on other devices)"
+    )
+
+
+def add_optimizers(parser: argparse.ArgumentParser) -> None:
+    """Several optimizers, their settings and seeds."""
+    group = parser.add_argument_group("the optimizers")
+    group.add_argument(
+        "--optimizers",
+        default=",".join(COMPARED),
+        metavar="NAME,...",
+        help="of sgd, sgdm, adam, adamw, kfac, ekfac, tkfac, tekfac (default: %(default)s)",
+    )
+    group.add_argument(
+        "--seeds", default="3", metavar="N", help="how many, or which: 0,1,2 (default: %(default)s)"
+    )
+
+
+def task(options: argparse.Namespace) -> RunConfig:
+    """The config, still without an optimizer's settings, that the arguments describe."""
+    given = _given(options)
+    base = _base(options.recipe, given.get("data", "digits"), given.get("model"))
+    plain = base.plain()
+    if "epochs" in given and "decay_every" not in given:  # the rate falls after the same shares of the run
+        given["decay_every"] = max(1, round(base.decay_every * given["epochs"] / base.epochs))
+    model_options = {**plain["model_options"], **_model_options(options)}
+    return RunConfig.from_plain({**plain, **given, "model_options": model_options})
+
+
+def over(base: RunConfig, options: argparse.Namespace) -> RunConfig:
+    """A config from a file with what stands on the command line in place of its own."""
+    given = _given(options)
+    return RunConfig.from_plain(
+        {**base.plain(), **given, "model_options": {**base.model_options, **_model_options(options)}}
+    )
+
+
+def _given(options: argparse.Namespace) -> dict[str, Any]:
+    """The settings of the task that stand on the command line."""
+    names = [field.name for field in fields(RunConfig) if field.name not in (*NESTED, *OF_OPTIMIZER)]
+    return {name: value for name in names if (value := getattr(options, name, None)) is not None}
+
+
+def _model_options(options: argparse.Namespace) -> dict[str, Any]:
+    return dict(pair(text) for text in options.model_option)
+
+
+def _base(recipe: str, data: str, model: str | None) -> RunConfig:
+    if data == "digits":
+        if recipe != "start":
+            raise ValueError(
+                f"The recipe {recipe!r} is for cifar10, cifar100 and svhn. Leave --recipe out for digits."
+            )
+        return recipes.digits()
+    if recipe == "start":
+        return RunConfig(data=data, epochs=20, schedule="cosine")
+    return recipes.task(data, model or "resnet20", recipe)  # type: ignore[arg-type]
+
+
+def point(options: argparse.Namespace, base: RunConfig, optimizer: str) -> Point:
+    """The settings of an optimizer by the recipe."""
+    require_optimizer(optimizer)
+    if options.recipe == "paper":
+        return recipes.in_the_paper(optimizer)
+    return recipes.on_digits(optimizer) if base.data == "digits" else recipes.start(optimizer)
+
+
+def optimizers(options: argparse.Namespace) -> list[str]:
+    """The optimizers that are named, each checked."""
+    names = [name.strip().lower() for name in options.optimizers.split(",") if name.strip()]
+    for name in names:
+        require_optimizer(name)
+    if not names or len(set(names)) < len(names):
+        raise ValueError(f"Invalid --optimizers: {options.optimizers!r}. Expected different names.")
+    return names
+
+
+def seeds(options: argparse.Namespace) -> list[int]:
+    """The seeds: so many, from 0 on, or those that are listed."""
+    try:
+        numbers = [int(part) for part in options.seeds.split(",")]
+    except ValueError as error:
+        raise ValueError(
+            f"Invalid --seeds: {options.seeds!r}. Expected a number, or seeds as in 0,1,2."
+        ) from error
+    if "," not in options.seeds:
+        numbers = list(range(numbers[0]))
+    if not numbers or len(set(numbers)) < len(numbers):
+        raise ValueError(f"Invalid --seeds: {options.seeds!r}. Expected at least one, and different ones.")
+    return numbers
+
+
+def manner(options: argparse.Namespace) -> Manner:
+    """How the runs are computed."""
+    processes = options.jobs
+    if processes is None:
+        processes = cores() if choose(options.device or "auto").type == "cpu" else 1
+    if processes < 1:
+        raise ValueError(f"Invalid --jobs: {processes}. Expected a whole number, at least 1.")
+    return Manner(
+        processes=processes,
+        command=options.command_line,
+        checkpoint_seconds=options.checkpoint_every,
+        tensorboard=options.tensorboard,
+        quiet=options.quiet,
+    )
+
+
+def pair(text: str) -> tuple[str, Any]:
+    """KEY=VALUE; the value as in TOML (numbers, true, lists), or else as text."""
+    key, equals, value = text.partition("=")
+    if not equals or not key:
+        raise ValueError(f"Cannot read {text!r}. Expected KEY=VALUE, such as kl_clip=0.001.")
+    try:
+        return key.strip(), tomllib.loads(f"value = {value}")["value"]
+    except tomllib.TOMLDecodeError:
+        return key.strip(), value
+
+
+def by_optimizer(texts: Sequence[str], names: Sequence[str], argument: str) -> dict[str, list[str]]:
+    """Values of an argument for each optimizer: `NAME:VALUE` is for one of them, `VALUE` for all."""
+    found: dict[str, list[str]] = {name: [] for name in names}
+    for text in texts:
+        name, colon, value = text.partition(":")
+        if colon:
+            require_optimizer(name)
+            if name not in found:
+                raise ValueError(f"{argument} {text}: {name} is not among --optimizers {','.join(names)}.")
+            found[name].append(value)
+        else:
+            for values in found.values():
+                values.append(text)
+    return found
+
+
+def changed(point: Point, lr: float | None, settings: Mapping[str, Any]) -> Point:
+    """The point with another learning rate and other settings of the optimizer."""
+    rate = {} if lr is None else {"lr": lr}
+    return {**point, **rate, **{f"options.{key}": value for key, value in settings.items()}}

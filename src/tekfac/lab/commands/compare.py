@@ -1,0 +1,103 @@
+"""`tekfac compare`: which optimizer is best for a network."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+from tekfac.lab import recipes
+from tekfac.lab.commands import arguments
+from tekfac.lab.comparing import run_configs
+from tekfac.lab.config import RunConfig
+from tekfac.lab.grids import Point
+from tekfac.lab.presenting import present
+from tekfac.lab.sweeping import best, read_base, read_trials
+
+DESCRIPTION = """\
+Train the same network with several optimizers and seeds; the outcome is a table, figures and a page.
+
+  tekfac compare                           digits, a small CNN, six optimizers, three seeds
+  tekfac compare --data cifar10 --model resnet20 --optimizers sgdm,adam,tekfac --epochs 10 --seeds 3
+  tekfac compare --model nets.py:make --data folder --data-dir DIR --lr sgdm:0.1 --lr tekfac:0.03
+  tekfac compare --tuned SWEEP             each optimizer as it did best in a sweep (see tekfac sweep)
+
+What was interrupted goes on when the same command is given again.
+"""
+
+
+def add_to(commands: Any) -> None:
+    """Declare the command."""
+    parser = commands.add_parser(
+        "compare",
+        help="train with several optimizers and compare them",
+        description=DESCRIPTION,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    arguments.add_task(parser)
+    arguments.add_optimizers(parser)
+    parser.add_argument(
+        "--lr",
+        action="append",
+        default=[],
+        metavar="[NAME:]VALUE",
+        help="learning rate, of one optimizer or all",
+    )
+    parser.add_argument(
+        "--option",
+        action="append",
+        default=[],
+        metavar="[NAME:]KEY=VALUE",
+        help="any other setting, of one optimizer or all",
+    )
+    parser.add_argument(
+        "--tuned", type=Path, metavar="SWEEP", help="settings that did best in a finished sweep"
+    )
+    parser.add_argument(
+        "--target",
+        type=float,
+        metavar="PERCENT",
+        help="accuracy that is timed (default: chosen by the outcome)",
+    )
+    arguments.add_jobs(parser)
+    arguments.add_manner(parser, "comparison")
+    parser.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace) -> None:
+    """Run everything, then report."""
+    names = arguments.optimizers(options)
+    base = _base(options)
+    points = _points(options, base, names)
+    seeds = arguments.seeds(options)
+    configs = recipes.configs(base, points, seeds)
+    folders = run_configs(configs, options.out, arguments.manner(options), "All runs")
+    present(
+        folders,
+        options.out,
+        title=f"{len(names)} optimizers on {base.data} with {base.model}",
+        target=options.target,
+        command=options.command_line,
+    )
+
+
+def _base(options: argparse.Namespace) -> RunConfig:
+    return (
+        arguments.task(options) if options.tuned is None else arguments.over(read_base(options.tuned), options)
+    )
+
+
+def _points(options: argparse.Namespace, base: RunConfig, names: list[str]) -> list[Point]:
+    rates = arguments.by_optimizer(options.lr, names, "--lr")
+    settings = arguments.by_optimizer(options.option, names, "--option")
+    tuned = {} if options.tuned is None else best(read_trials(options.tuned))
+    points = []
+    for name in names:
+        if options.tuned is not None and name not in tuned:
+            raise ValueError(
+                f"The sweep {str(options.tuned)!r} has not tried {name}. It has {', '.join(tuned)}."
+            )
+        point = tuned[name].point if tuned else arguments.point(options, base, name)
+        rate = float(rates[name][-1]) if rates[name] else None
+        points.append(arguments.changed(point, rate, dict(arguments.pair(text) for text in settings[name])))
+    return points

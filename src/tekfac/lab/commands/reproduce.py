@@ -1,0 +1,103 @@
+"""`tekfac reproduce`: the paper's tables and figures."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+from tekfac.checks import require_choice
+from tekfac.lab import recipes
+from tekfac.lab.commands import arguments
+from tekfac.lab.presenting import present
+from tekfac.lab.reproducing import EXPERIMENTS, SCALE_NOTES, Wish, reproduce
+
+ALL = "all"
+
+DESCRIPTION = """\
+Run the paper's experiments and put its numbers beside ours.
+
+  table-accuracy      all optimizers, CIFAR-10, CIFAR-100 and SVHN, VGG16 and ResNet20
+  table-vartheta      TEKFAC on CIFAR-100 with ResNet20, by vartheta
+  table-lr            the same by learning rate
+  figure-curves       accuracy against epochs and time (the runs of table-accuracy)
+  figure-sensitivity  accuracy over learning rate and vartheta
+  all
+
+The scale "paper" is the real thing, for a GPU and days; "small" is the same code on a reduced budget: two CPU
+cores finish table-accuracy in under an hour. In the small scale every optimizer first gets the best of four
+settings (--no-tune leaves that out). What was interrupted goes on when the same command is given again.
+"""
+
+
+def add_to(commands: Any) -> None:
+    """Declare the command."""
+    parser = commands.add_parser(
+        "reproduce",
+        help="the paper's tables and figures",
+        description=DESCRIPTION,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("experiment", metavar="EXPERIMENT", help=f"{', '.join(EXPERIMENTS)} or {ALL}")
+    parser.add_argument("--scale", choices=recipes.SCALES, default="small", help="default: %(default)s")
+    parser.add_argument("--data-dir", metavar="DIR", help="folder with the official folders of the data sets")
+    parser.add_argument("--allow-partial", action="store_true", default=None, help="a part of the data will do")
+    parser.add_argument(
+        "--data",
+        default=",".join(Wish.data),
+        metavar="NAME,...",
+        help="of the table of accuracies (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--models",
+        default=",".join(Wish.models),
+        metavar="NAME,...",
+        help="of that table (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--tune",
+        action=argparse.BooleanOptionalAction,
+        help="the best of four settings for every optimizer, not the paper's (default: in the small scale)",
+    )
+    arguments.add_optimizers(parser)
+    arguments.add_jobs(parser)
+    arguments.add_manner(parser, "reproduction")
+    parser.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace) -> None:
+    """Run, then report."""
+    require_choice("experiment", options.experiment, (*EXPERIMENTS, ALL))
+    names = list(EXPERIMENTS) if options.experiment == ALL else [options.experiment]
+    place = {
+        key: getattr(options, key) for key in ("data_dir", "allow_partial", "device", "threads", "workers")
+    }
+    out: Path = options.out / options.scale
+    wish = Wish(
+        scale=options.scale,
+        out=out,
+        manner=arguments.manner(options),
+        data=_listed(options.data, "data", Wish.data),
+        models=_listed(options.models, "models", Wish.models),
+        optimizers=tuple(arguments.optimizers(options)),
+        seeds=tuple(arguments.seeds(options)),
+        tune=options.scale == "small" if options.tune is None else options.tune,
+        place={key: value for key, value in place.items() if value is not None},
+    )
+    outcome = reproduce(names, wish)
+    present(
+        outcome.folders,
+        out / options.experiment,
+        title=f"The paper's {options.experiment}, scale {options.scale}",
+        command=options.command_line,
+        extra_tables=outcome.tables,
+        paper=outcome.paper,
+        notes=[SCALE_NOTES[wish.scale]],
+    )
+
+
+def _listed(text: str, name: str, known: tuple[str, ...]) -> tuple[str, ...]:
+    names = tuple(part.strip() for part in text.split(",") if part.strip())
+    for part in names:
+        require_choice(name, part, known)
+    return names

@@ -1,0 +1,112 @@
+"""`tekfac train`: one run."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+from tekfac.lab.commands import arguments
+from tekfac.lab.config import RunConfig, read_plain
+from tekfac.lab.console import output, progress
+from tekfac.lab.grids import applied
+from tekfac.lab.pool import told
+from tekfac.lab.run_folder import RunFolder
+from tekfac.lab.training import Progress, train
+
+DESCRIPTION = """\
+Train a network, and leave everything about the run in a folder: config, logs, weights.
+
+  tekfac train --data cifar10 --data-dir DIR --model vgg16 --optimizer tekfac --lr 1e-3
+  tekfac train --config my.toml            settings from a file; arguments go before it
+  tekfac train --config RUN/run.json       a run once more
+  tekfac train --resume RUN                an interrupted run, bit by bit as if it had not been
+"""
+
+
+def add_to(commands: Any) -> None:
+    """Declare the command."""
+    parser = commands.add_parser(
+        "train",
+        help="train a network",
+        description=DESCRIPTION,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--config", type=Path, metavar="FILE", help="settings: TOML, JSON, or a run's run.json")
+    parser.add_argument("--resume", type=Path, metavar="RUN", help="go on with an interrupted run")
+    parser.add_argument("--seed", type=int)
+    arguments.add_task(parser)
+    group = parser.add_argument_group("the optimizer")
+    group.add_argument(
+        "--optimizer", help="sgd, sgdm, adam, adamw, kfac, ekfac, tkfac, tekfac (default: tekfac)"
+    )
+    group.add_argument("--lr", type=float)
+    group.add_argument("--momentum", type=float)
+    group.add_argument("--weight-decay", type=float)
+    for name in arguments.OPTIONS:
+        group.add_argument(f"--{name.replace('_', '-')}", type=int if name.endswith("every") else float)
+    group.add_argument(
+        "--option", action="append", default=[], metavar="KEY=VALUE", help="any other setting of the optimizer"
+    )
+    arguments.add_manner(parser, "run")
+    parser.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace) -> None:
+    """Train, and say how it went."""
+    folder = options.resume or options.out
+    config = _resumed(options) if options.resume else _config(options)
+    with progress("told", quiet=options.quiet) as bars:
+        task = bars.add_task(f"{config.optimizer} on {config.data}", total=None, told="")
+
+        def watch(at: Progress) -> None:
+            bars.update(task, completed=at.step, total=at.steps, told=told(at))
+
+        result = train(
+            config,
+            folder,
+            resume=options.resume is not None,
+            command=options.command_line,
+            checkpoint_seconds=options.checkpoint_every,
+            tensorboard=options.tensorboard,
+            watch=watch,
+        )
+    output().print(
+        f"{config.optimizer} on {config.data}, {config.model}: {100 * result['test_accuracy']:.2f}% "
+        f"after {result['epochs']} epochs (best {100 * result['best_test_accuracy']:.2f}%), "
+        f"{result['seconds']:.0f} s of training, {result['status']}.\n"
+        f"Everything about it is in {folder}; tekfac report {folder} draws its curves."
+    )
+
+
+def _config(options: argparse.Namespace) -> RunConfig:
+    """The config of a new run: by file or by recipe, changed by the arguments."""
+    given = _given(options)
+    if options.config is not None:
+        plain = RunConfig.from_plain(read_plain(options.config), str(options.config)).plain()
+    else:
+        base = arguments.task(options)
+        optimizer = (options.optimizer or "tekfac").lower()
+        plain = applied(base.plain(), arguments.point(options, base, optimizer))
+    nested = {key: {**plain[key], **given.pop(key)} for key in ("options", "model_options")}
+    return RunConfig.from_plain({**plain, **given, **nested})
+
+
+def _given(options: argparse.Namespace) -> dict[str, Any]:
+    """The settings that stand on the command line."""
+    names = RunConfig.__dataclass_fields__
+    given = {key: value for key, value in vars(options).items() if key in names and value is not None}
+    own = {key: value for key in arguments.OPTIONS if (value := getattr(options, key)) is not None}
+    given["options"] = {**own, **dict(arguments.pair(text) for text in options.option)}
+    given["model_options"] = dict(arguments.pair(text) for text in options.model_option)
+    return given
+
+
+def _resumed(options: argparse.Namespace) -> RunConfig:
+    """The config of the run that goes on; arguments may repeat it, and say where it is computed."""
+    saved = RunFolder(options.resume).config()
+    given = _given(options)
+    nested = {key: {**getattr(saved, key), **given.pop(key)} for key in ("options", "model_options")}
+    if options.config is not None:
+        return RunConfig.from_plain({**read_plain(options.config), **given})
+    return RunConfig.from_plain({**saved.plain(), **given, **nested})

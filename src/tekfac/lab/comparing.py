@@ -1,0 +1,26 @@
+"""Optimizers side by side: the same task, several seeds, one report."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from tekfac.lab.config import RunConfig
+from tekfac.lab.pool import Job, Manner, run_all, share
+from tekfac.lab.sweeping import run_folder
+
+
+def run_configs(configs: Sequence[RunConfig], folder: Path, manner: Manner, description: str) -> list[Path]:
+    """Run every config in a folder of its own below `folder`; what is there and finished is not run again.
+
+    Returns:
+        The runs' folders, in the order of the configs.
+    """
+    shared = [share(config, manner.processes) for config in configs]
+    folders = [run_folder(folder, config) for config in shared]
+    jobs = [
+        Job(f"{config.optimizer}, seed {config.seed} ({config.data}, {config.model})", (config,), (path,))
+        for config, path in zip(shared, folders, strict=True)
+    ]
+    run_all(jobs, manner, description)
+    return folders

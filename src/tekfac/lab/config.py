@@ -1,0 +1,178 @@
+"""The settings of one training run: a typed value, checked, to plain values and back."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import math
+import tomllib
+import types
+import typing
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, Self
+
+from tekfac.checks import nearest, require_choice
+from tekfac.lab.files import read_json
+
+Schedule = Literal["step", "cosine", "constant"]
+SCHEDULES: tuple[Schedule, ...] = ("step", "cosine", "constant")
+
+PLACE = ("data_dir", "device", "threads", "workers")
+"""Settings that say where and how a run is computed, not what."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunConfig:
+    """Everything that a training run depends on.
+
+    Attributes:
+        name: a label of the user's own; empty for none.
+        data: cifar10, cifar100, svhn, digits, or folder.
+        data_dir: where the data lie; None for the default folder.
+        allow_partial: whether a part of a data set will do.
+        train_samples: train on so many images; None for all.
+        test_samples: test on so many images; None for all.
+        held_back: images of the training set that are tested on instead of the test set, for tuning.
+        augment: random crops and flips; None for what is usual for the data.
+        image_size: edge that images are brought to; None for their own.
+        model: a name of tekfac.lab.models, or module:function.
+        model_options: keywords of the model, such as its width.
+        optimizer: a name of tekfac.lab.optimizers.
+        lr: learning rate.
+        momentum: of the optimizers that have one; None for 0.9.
+        weight_decay: of the optimizer.
+        options: its further keywords, such as damping, trace_floor, kl_clip, factors_every.
+        epochs: passes over the training images.
+        batch_size: images per step.
+        schedule: "step": the learning rate is multiplied by `decay_factor` every `decay_every` epochs;
+            "cosine": it falls to zero over the run, step by step; "constant".
+        decay_every: epochs.
+        decay_factor: at each decay.
+        seed: of the initial weights, the order of the images, their augmentation and drawn labels.
+        device: "auto", or a device of torch.
+        threads: of torch on the CPU; None for torch's own choice.
+        workers: threads that prepare batches ahead.
+    """
+
+    name: str = ""
+    data: str = "digits"
+    data_dir: str | None = None
+    allow_partial: bool = False
+    train_samples: int | None = None
+    test_samples: int | None = None
+    held_back: int = 0
+    augment: bool | None = None
+    image_size: int | None = None
+    model: str = "cnn"
+    model_options: Mapping[str, Any] = field(default_factory=dict)
+    optimizer: str = "tekfac"
+    lr: float = 1e-3
+    momentum: float | None = None
+    weight_decay: float = 0.0
+    options: Mapping[str, Any] = field(default_factory=dict)
+    epochs: int = 15
+    batch_size: int = 128
+    schedule: Schedule = "step"
+    decay_every: int = 40
+    decay_factor: float = 0.1
+    seed: int = 0
+    device: str = "auto"
+    threads: int | None = None
+    workers: int = 0
+
+    def __post_init__(self) -> None:
+        hints = typing.get_type_hints(RunConfig)
+        for name, value in vars(self).items():
+            _require_type(name, value, hints[name])
+        for name in ("epochs", "batch_size", "decay_every"):
+            _require(getattr(self, name) >= 1, name, getattr(self, name), "a whole number, at least 1")
+        for name in ("train_samples", "test_samples", "image_size", "threads"):
+            value = getattr(self, name)
+            _require(value is None or value >= 1, name, value, "a whole number, at least 1, or nothing")
+        for name in ("held_back", "workers", "weight_decay"):
+            _require(getattr(self, name) >= 0, name, getattr(self, name), "a number that is not negative")
+        _require(0 < self.lr < math.inf, "lr", self.lr, "a positive number")
+        _require(0 < self.decay_factor <= 1, "decay_factor", self.decay_factor, "a number in (0, 1]")
+        require_choice("schedule", self.schedule, SCHEDULES)
+
+    def plain(self) -> dict[str, Any]:
+        """Plain values, as in a file."""
+        return {**vars(self), "model_options": dict(self.model_options), "options": dict(self.options)}
+
+    @classmethod
+    def from_plain(cls, plain: Mapping[str, Any], origin: str = "The config") -> Self:
+        """The config with these values, the rest at their defaults.
+
+        Raises:
+            ValueError: for an unknown key, with the one that was probably meant, or an invalid value.
+        """
+        names = [entry.name for entry in dataclasses.fields(cls)]
+        for key in plain:
+            if key not in names:
+                raise ValueError(f"{origin} has an unknown key {key!r}.{nearest(key, names)}")
+        return cls(**plain)
+
+    def fingerprint(self) -> str:
+        """A short name for what is computed; neither the config's name nor where it runs is part of it."""
+        told = {key: value for key, value in self.plain().items() if key not in (*PLACE, "name")}
+        return hashlib.sha256(json.dumps(told, sort_keys=True).encode()).hexdigest()[:10]
+
+    def differences(self, other: Self) -> list[str]:
+        """What tells another config from this one, in words; where it runs does not count."""
+        mine, others = self.plain(), other.plain()
+        return [
+            f"{key} {mine[key]!r} -> {others[key]!r}"
+            for key in mine
+            if mine[key] != others[key] and key not in PLACE
+        ]
+
+
+def read_plain(path: Path) -> dict[str, Any]:
+    """The plain values of a TOML or JSON file; of a run's own file (run.json), those of its config.
+
+    Raises:
+        ValueError: for a file that is not there or cannot be read.
+    """
+    if path.is_dir():
+        path = path / "run.json"
+    if path.suffix == ".toml":
+        try:
+            plain: Any = tomllib.loads(path.read_text(encoding="utf-8"))
+        except FileNotFoundError as error:
+            raise ValueError(f"There is no file {str(path)!r}.") from error
+        except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+            raise ValueError(f"Cannot read {str(path)!r} as TOML: {error}") from error
+    else:
+        plain = read_json(path)
+    if isinstance(plain, dict) and isinstance(plain.get("config"), dict):
+        plain = plain["config"]
+    if not isinstance(plain, dict):
+        raise ValueError(f"{str(path)!r} holds a {type(plain).__name__}. Expected keys and values of a config.")
+    return plain
+
+
+def _require(holds: bool, name: str, value: Any, expected: str) -> None:
+    if not holds:
+        raise ValueError(f"Invalid {name}: {value!r}. Expected {expected}.")
+
+
+def _require_type(name: str, value: Any, hint: Any) -> None:
+    """Whether the value is of the field's type; whole numbers will do for real ones."""
+    allowed = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
+    kinds = tuple(
+        str if typing.get_origin(kind) is Literal else typing.get_origin(kind) or kind for kind in allowed
+    )
+    fits = isinstance(value, (*kinds, int) if float in kinds else kinds)
+    if not fits or (isinstance(value, bool) and bool not in kinds):
+        names = {
+            bool: "true or false",
+            int: "a whole number",
+            float: "a number",
+            str: "a text",
+            type(None): "nothing",
+        }
+        told = " or ".join(names.get(kind, "keys and values") for kind in kinds)
+        raise ValueError(f"Invalid {name}: {value!r}. Expected {told}.")

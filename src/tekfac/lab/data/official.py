@@ -1,0 +1,89 @@
+"""The official sets, read file by file, each file checked for what it must hold."""
+
+from __future__ import annotations
+
+from tekfac.lab.data import cifar, svhn
+from tekfac.lab.data.catalogue import CIFAR100, File, Role
+from tekfac.lab.data.images import DataSet, Images, joined
+from tekfac.lab.data.places import Place
+
+
+def read_official(place: Place, *, allow_partial: bool = False) -> DataSet:
+    """All of an official set, or, if that is allowed, what there is of it.
+
+    Raises:
+        ValueError: if a file is damaged, or if images are missing and that is not allowed.
+        FileNotFoundError: if there are no images at all to train on, or to test on.
+    """
+    known, layout = place.known, place.layout
+    train, test = _split(place, "train"), _split(place, "test")
+    found, official = (len(train), len(test)), known.counts
+    notes: tuple[str, ...] = ()
+    if found != official:
+        missing = [file.name for file in layout.of("train", "test") if not (place.folder / file.name).is_file()]
+        without = f" (without {', '.join(missing)})" if missing else ""
+        if not allow_partial:
+            raise ValueError(
+                f"{str(place.folder)!r} has {found[0]:,} images to train on and {found[1]:,} to test on"
+                f"{without}; {known.name} has {official[0]:,} and {official[1]:,}. Pass --allow-partial if "
+                "that is meant."
+            )
+        for have, of, what in zip(found, official, ("training", "test"), strict=True):
+            if have != of:
+                notes += (f"{have:,} of the official {of:,} {what} images",)
+    classes = read_classes(place)
+    return DataSet(known.name, train, test, classes, known.mean, known.std, known.augmented, notes)
+
+
+def read_images(place: Place, file: File) -> Images:
+    """The images of one of the official files, with labels that are known to be in range.
+
+    Raises:
+        ValueError: if the file is damaged; the message says how.
+    """
+    path, fine = place.folder / file.name, place.known.name == CIFAR100.name
+    if place.layout.kind == "python":
+        images = cifar.images_in_pickle(path, "fine_labels" if fine else "labels")
+    elif place.layout.kind == "binary":
+        images = cifar.images_in_records(path, 2 if fine else 1)
+    else:
+        images = svhn.images_in_mat(path)
+    classes = len(place.known.classes)
+    wrong = (images.labels < 0) | (images.labels >= classes)
+    if wrong.any():
+        first = int(wrong.nonzero()[0])
+        raise ValueError(
+            f"Image {first:,} of {str(path)!r} has label {int(images.labels[first])}. Expected 0 to "
+            f"{classes - 1}; the file is damaged, or of another data set."
+        )
+    return images
+
+
+def read_classes(place: Place) -> tuple[str, ...]:
+    """The names of the classes as the files tell them; the official ones, where no file does.
+
+    Raises:
+        ValueError: if the file is damaged, or has not a name for each class.
+    """
+    expected = place.known.classes
+    for file in place.layout.of("classes"):
+        path = place.folder / file.name
+        if not path.is_file():
+            return expected
+        key = "fine_label_names" if place.known.name == CIFAR100.name else "label_names"
+        names = cifar.names_in_pickle(path, key) if place.layout.kind == "python" else cifar.names_in_text(path)
+        if len(names) != len(expected):
+            raise ValueError(
+                f"{str(path)!r} names {len(names)} classes. Expected {len(expected)}; fetch it again."
+            )
+        return names
+    return expected
+
+
+def _split(place: Place, role: Role) -> Images:
+    """The images of the files of a role that are there."""
+    files = [file for file in place.layout.of(role) if (place.folder / file.name).is_file()]
+    if not files:
+        wanted = ", ".join(str(place.folder / file.name) for file in place.layout.of(role))
+        raise FileNotFoundError(f"There are no images to {role} on: missing {wanted}.")
+    return joined([read_images(place, file) for file in files])

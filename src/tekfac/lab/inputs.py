@@ -1,0 +1,100 @@
+"""From a config to batches: the images of a run, cut to size, and the way they are handed out."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+import torch.nn.functional as F
+
+from tekfac.lab.config import RunConfig
+from tekfac.lab.data.batches import Batches
+from tekfac.lab.data.images import DataSet, Images, held_back
+from tekfac.lab.data.loading import load
+
+TEST_BATCH = 500
+SAMPLE_SEED = 4096
+"""Of the one order in which images are taken where a run does not use all."""
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """What a run reads.
+
+    Attributes:
+        train: batches to train on.
+        test: batches to test on.
+        channels: of the images.
+        size: edge of the images in pixels.
+        classes: how many there are.
+        notes: what is to be known of the data.
+    """
+
+    train: Batches
+    test: Batches
+    channels: int
+    size: int
+    classes: int
+    notes: tuple[str, ...]
+
+
+def prepare(config: RunConfig, device: torch.device) -> Inputs:
+    """Load, check and cut to size what the config names."""
+    data = load(
+        config.data,
+        config.data_dir,
+        allow_partial=config.allow_partial,
+        image_size=config.image_size if config.data == "folder" else None,
+    )
+    data = cut(data, config)
+    channels, height, width = data.train.pixels.shape[1:]
+    if height != width:
+        raise ValueError(
+            f"The images of {config.data} are {height} x {width} pixels. Set image_size to make them square."
+        )
+    augment = data.augmented if config.augment is None else config.augment
+    common = {
+        "mean": data.mean,
+        "std": data.std,
+        "seed": config.seed,
+        "device": device,
+        "workers": config.workers,
+    }
+    return Inputs(
+        train=Batches(data.train, batch_size=config.batch_size, augment=augment, shuffle=True, **common),  # type: ignore[arg-type]
+        test=Batches(data.test, batch_size=TEST_BATCH, augment=False, shuffle=False, **common),  # type: ignore[arg-type]
+        channels=channels,
+        size=width,
+        classes=len(data.classes),
+        notes=data.notes,
+    )
+
+
+def cut(data: DataSet, config: RunConfig) -> DataSet:
+    """Hold images back, take as many as the config asks for, and bring them to size."""
+    if config.held_back:
+        data = held_back(data, config.held_back)
+    train = _sample(data.train, config.train_samples, "train_samples")
+    data = replace(data, train=train, test=_sample(data.test, config.test_samples, "test_samples"))
+    size = config.image_size
+    if size is not None and size != data.train.pixels.shape[-1]:
+        data = replace(data, train=_resized(data.train, size), test=_resized(data.test, size))
+    return data
+
+
+def _sample(images: Images, count: int | None, setting: str) -> Images:
+    """Some of the images, the same for everybody, whatever order they lie in; None for all."""
+    if count is None:
+        return images
+    if count > len(images):
+        raise ValueError(f"Invalid {setting}: {count}. There are {len(images)} images; leave it out for all.")
+    order = torch.randperm(len(images), generator=torch.Generator().manual_seed(SAMPLE_SEED))
+    return images.chosen(order[:count])
+
+
+def _resized(images: Images, size: int) -> Images:
+    """Every pixel the mean of those that it covers."""
+    pixels = torch.cat(
+        [F.interpolate(part.float(), (size, size), mode="area") for part in torch.split(images.pixels, 1000)]
+    )
+    return Images(pixels.round().to(torch.uint8), images.labels)

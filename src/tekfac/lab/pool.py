@@ -1,0 +1,209 @@
+"""Many runs, several at a time, each in a process of its own kind and resumed if it was interrupted before."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import queue
+import signal
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import FrameType, TracebackType
+from typing import Any, Self
+
+from tekfac.lab.config import RunConfig
+from tekfac.lab.console import progress
+from tekfac.lab.interruption import Interrupted
+from tekfac.lab.training import CHECKPOINT_SECONDS, Progress, train
+
+POLL_SECONDS = 0.2
+
+
+@dataclass(frozen=True)
+class Job:
+    """Runs that belong together, one after the other.
+
+    Attributes:
+        label: for the progress bar.
+        configs: what to run.
+        folders: where to.
+    """
+
+    label: str
+    configs: tuple[RunConfig, ...]
+    folders: tuple[Path, ...]
+
+
+@dataclass(frozen=True)
+class Manner:
+    """How the runs of a pool are computed.
+
+    Attributes:
+        processes: how many runs at a time.
+        command: what the user typed, for the record.
+        checkpoint_seconds: time between checkpoints of a run.
+        tensorboard: whether runs also write TensorBoard's files.
+        quiet: no progress bars.
+    """
+
+    processes: int = 1
+    command: str = ""
+    checkpoint_seconds: float = CHECKPOINT_SECONDS
+    tensorboard: bool = False
+    quiet: bool = False
+
+
+def cores() -> int:
+    """The cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def share(config: RunConfig, processes: int) -> RunConfig:
+    """The config with its share of the cores, unless it says how many threads it wants."""
+    return config if config.threads is not None else replace(config, threads=max(1, cores() // processes))
+
+
+class Pool:
+    """Processes that train, and bars that show how far they are."""
+
+    def __init__(self, manner: Manner) -> None:
+        self._manner = manner
+        context = multiprocessing.get_context("spawn")
+        self._news: Any = context.Queue()
+        self._executor = ProcessPoolExecutor(
+            manner.processes, mp_context=context, initializer=_begin, initargs=(self._news, os.getpid())
+        )
+        self._bars = progress("told", quiet=manner.quiet)
+        self._tasks: dict[str, Any] = {}
+        self._labels: dict[Future[list[dict[str, Any]]], str] = {}
+
+    def __enter__(self) -> Self:
+        self._before = signal.signal(signal.SIGTERM, _hand_on)
+        self._bars.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._bars.stop()
+        self._executor.shutdown(wait=True, cancel_futures=True)
+        signal.signal(signal.SIGTERM, self._before)
+
+    @property
+    def free(self) -> int:
+        """Processes that have nothing to do."""
+        return self._manner.processes - len(self._labels)
+
+    def submit(self, job: Job) -> Future[list[dict[str, Any]]]:
+        """Begin a job as soon as a process is free; its outcome is the list of the runs' results."""
+        future = self._executor.submit(_work, job, self._manner)
+        self._labels[future] = job.label
+        return future
+
+    def wait(
+        self, futures: Iterable[Future[list[dict[str, Any]]]], seconds: float | None = None
+    ) -> set[Future[Any]]:
+        """Wait until some job is done, or the seconds are over; those that are done."""
+        pending, waited = set(futures), 0.0
+        while True:
+            done, _ = wait(pending, timeout=POLL_SECONDS, return_when=FIRST_COMPLETED)
+            self._show()
+            waited += POLL_SECONDS
+            if done or (seconds is not None and waited >= seconds):
+                break
+        for future in done:
+            label = self._labels.pop(future)
+            if label in self._tasks:
+                self._bars.remove_task(self._tasks.pop(label))
+        return done
+
+    def overall(self, description: str, total: int) -> Callable[[int], None]:
+        """A bar for all jobs together; call what is returned with the number that are done."""
+        task = self._bars.add_task(description, total=total, told="")
+        return lambda done: self._bars.update(task, completed=done)
+
+    def _show(self) -> None:
+        while True:
+            try:
+                label, at = self._news.get_nowait()
+            except queue.Empty:
+                return
+            if label not in self._labels.values():
+                continue
+            if label not in self._tasks:
+                self._tasks[label] = self._bars.add_task(label, told="")
+            self._bars.update(self._tasks[label], completed=at.step, total=at.steps, told=told(at))
+
+
+def told(at: Progress) -> str:
+    """The state of a run, for its bar."""
+    accuracy = "" if at.test_accuracy is None else f"  test {100 * at.test_accuracy:.1f}%"
+    return f"epoch {at.epoch}  loss {at.loss:.3f}{accuracy}"
+
+
+def run_all(jobs: Sequence[Job], manner: Manner, description: str = "All runs") -> list[list[dict[str, Any]]]:
+    """Run all jobs; the results of each, in their order.
+
+    One that fails does not keep the others from being run.
+
+    Raises:
+        ValueError: if some failed, with what the first one said.
+    """
+    with Pool(manner) as pool:
+        futures = [pool.submit(job) for job in jobs]
+        pending, advance = set(futures), pool.overall(description, len(jobs))
+        while pending:
+            pending -= pool.wait(pending)
+            advance(len(futures) - len(pending))
+    failed = [(job, error) for job, future in zip(jobs, futures, strict=True) if (error := future.exception())]
+    for _, error in failed:
+        if isinstance(error, KeyboardInterrupt):
+            raise error
+    if failed:
+        job, first = failed[0]
+        raise ValueError(f"{len(failed)} of {len(jobs)} jobs failed; {job.label}: {first}") from first
+    return [future.result() for future in futures]
+
+
+def _hand_on(number: int, frame: FrameType | None) -> None:
+    """SIGTERM reaches this process alone: hand it on to those that train, which save themselves."""
+    for child in multiprocessing.active_children():
+        child.terminate()
+    raise Interrupted("stopped and saved; the same command goes on", number)
+
+
+# -- in the processes ----------------------------------------------------------------------------------------
+
+_news: Any = None
+_parent = 0
+
+
+class OrphanedError(RuntimeError):
+    """The process that asked for the runs is gone."""
+
+
+def _begin(news: Any, parent: int) -> None:
+    global _news, _parent
+    _news, _parent = news, parent
+
+
+def _work(job: Job, manner: Manner) -> list[dict[str, Any]]:
+    def watch(at: Progress) -> None:
+        if os.getppid() != _parent:
+            raise OrphanedError(f"process {_parent} is gone")
+        _news.put((job.label, at))
+
+    return [
+        train(
+            config,
+            folder,
+            resume=True,
+            command=manner.command,
+            checkpoint_seconds=manner.checkpoint_seconds,
+            tensorboard=manner.tensorboard,
+            watch=watch,
+        )
+        for config, folder in zip(job.configs, job.folders, strict=True)
+    ]

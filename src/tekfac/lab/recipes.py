@@ -1,0 +1,179 @@
+"""Named settings: functions that return a config, or points of a grid.
+
+A config is put together from two independent halves: a task (data, network, epochs, schedule), and an optimizer
+with its settings. Settings that the paper names are in paper.py; those it does not name are said to be ours.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, Literal
+
+from tekfac import methods
+from tekfac.checks import require_choice
+from tekfac.lab import paper
+from tekfac.lab.config import RunConfig
+from tekfac.lab.grids import Point, applied, product
+from tekfac.lab.optimizers import NATURAL, require_optimizer
+
+Scale = Literal["paper", "small"]
+SCALES: tuple[Scale, ...] = ("paper", "small")
+
+KL_CLIP = 1e-3
+SMALL_EPOCHS = 10
+
+# -- tasks ---------------------------------------------------------------------------------------------------
+
+
+def digits() -> RunConfig:
+    """The embedded default: scikit-learn's digits and a small CNN; some 350 steps."""
+    return RunConfig(data="digits", model="cnn", epochs=15, batch_size=64, schedule="cosine")
+
+
+def paper_task(data: str, model: str) -> RunConfig:
+    """A task of the paper, as it was: batch 128, 100 epochs (SVHN: 40), rate x 0.1 every 40 (20) epochs."""
+    require_choice("data of the paper", data, tuple(paper.EPOCHS))
+    return RunConfig(
+        data=data,
+        model=model,
+        epochs=paper.EPOCHS[data],
+        batch_size=paper.BATCH_SIZE,
+        schedule="step",
+        decay_every=paper.DECAY_EVERY[data],
+    )
+
+
+def small_task(data: str, model: str) -> RunConfig:
+    """The same in small: 4,096 images of 16 x 16 pixels, an eighth of the channels, ten epochs.
+
+    The learning rate falls after the same shares of the run as in the paper. Batch norm forgets faster, since
+    its averages have 320 steps instead of tens of thousands.
+    """
+    return RunConfig(
+        data=data,
+        model=model,
+        model_options={"width": 8, "norm_momentum": 0.1},
+        image_size=16,
+        train_samples=4096,
+        test_samples=2000,
+        allow_partial=True,
+        batch_size=paper.BATCH_SIZE,
+        schedule="step",
+        epochs=SMALL_EPOCHS,
+        decay_every=_decay_every(data, SMALL_EPOCHS),
+    )
+
+
+def tuning_task(base: RunConfig) -> RunConfig:
+    """A task as it is tuned: half the epochs, judged on images held back from the training set."""
+    epochs = max(1, base.epochs // 2)
+    return replace(
+        base, held_back=held_back(base.data), epochs=epochs, decay_every=_decay_every(base.data, epochs)
+    )
+
+
+def _decay_every(data: str, epochs: int) -> int:
+    """Epochs between decays, such that these come after the same shares of the run as in the paper."""
+    return max(1, round(epochs * paper.DECAY_EVERY[data] / paper.EPOCHS[data]))
+
+
+def task(data: str, model: str, scale: Scale) -> RunConfig:
+    """A task of the paper, in one of two scales."""
+    return paper_task(data, model) if scale == "paper" else small_task(data, model)
+
+
+HELD_BACK = {"digits": 287}
+
+
+def held_back(data: str) -> int:
+    """How many training images are held back for tuning, unless the user says otherwise."""
+    return HELD_BACK.get(data, 2000)
+
+
+# -- optimizers ----------------------------------------------------------------------------------------------
+
+
+def every(optimizer: str, steps: int) -> Point:
+    """Curvature refreshed every so many steps, all of it; nothing for optimizers that have none."""
+    if optimizer not in NATURAL:
+        return {}
+    names = ["factors_every", "basis_every"]
+    if "rescaling_every" not in methods.refused_settings(methods.named(optimizer)):
+        names.append("rescaling_every")
+    return {f"options.{name}": steps for name in names}
+
+
+DIGITS_RATES = {"sgdm": 0.03, "adam": 0.003, "kfac": 0.003, "ekfac": 0.001, "tkfac": 0.001, "tekfac": 0.001}
+
+
+def on_digits(optimizer: str) -> Point:
+    """For the embedded default: the learning rate that did best of five on held-back images (ours)."""
+    lr = DIGITS_RATES.get(optimizer, start(optimizer)["lr"])
+    return {"optimizer": optimizer, "lr": lr, **_clipped(optimizer), **every(optimizer, 10)}
+
+
+START = {"sgd": 0.1, "sgdm": 0.03, "adam": 1e-3, "adamw": 1e-3}
+
+
+def start(optimizer: str) -> Point:
+    """Where to start with an optimizer of which nothing is known (ours; sweep it before you judge it)."""
+    require_optimizer(optimizer)
+    return {
+        "optimizer": optimizer,
+        "lr": START.get(optimizer, 0.03),
+        **_clipped(optimizer),
+        **every(optimizer, 20),
+    }
+
+
+def in_the_paper(optimizer: str) -> Point:
+    """The paper's settings of a natural-gradient method; for others a usual rate, which is ours."""
+    require_optimizer(optimizer)
+    if optimizer not in NATURAL:
+        return {"optimizer": optimizer, "lr": {"adam": 1e-3, "adamw": 1e-3}.get(optimizer, 0.1)}
+    settings = dict(methods.paper_settings(methods.named(optimizer)))
+    outer = {key: settings.pop(key) for key in ("lr", "momentum", "weight_decay")}
+    told = {f"options.{key}": value for key, value in settings.items() if value is not None}
+    return {"optimizer": optimizer, **outer, **told}
+
+
+def _clipped(optimizer: str) -> dict[str, Any]:
+    return {"options.kl_clip": KL_CLIP} if optimizer in NATURAL else {}
+
+
+# -- grids ---------------------------------------------------------------------------------------------------
+
+
+def paper_grid(optimizer: str) -> list[Point]:
+    """The paper's grid: learning rates, times dampings (plain factors) or vartheta (trace-restricted ones)."""
+    grid: dict[str, Any] = {key: [value] for key, value in in_the_paper(optimizer).items()}
+    grid["lr"] = list(paper.LEARNING_RATES)
+    if optimizer in NATURAL:
+        if methods.named(optimizer).factors.trace_restricted:
+            grid["options.trace_floor"] = list(paper.TRACE_FLOORS)
+        else:
+            grid["options.damping"] = list(paper.DAMPINGS)
+    return product(grid)
+
+
+SMALL_RATES = {"sgdm": (0.01, 0.03, 0.1, 0.3), "adam": (3e-4, 1e-3, 3e-3, 1e-2)}
+
+
+def small_grid(optimizer: str) -> list[Point]:
+    """Four points for every optimizer; for natural gradients the paper's rate, and larger ones with a clip."""
+    if optimizer not in NATURAL:
+        return [{"optimizer": optimizer, "lr": lr} for lr in SMALL_RATES[optimizer]]
+    common = {"optimizer": optimizer, **every(optimizer, 20)}
+    literal = {**common, "lr": 1e-3}
+    return [literal, *({**common, "lr": lr, "options.kl_clip": KL_CLIP} for lr in (0.03, 0.1, 0.3))]
+
+
+def config(base: RunConfig, point: Point, **changes: Any) -> RunConfig:
+    """A task with an optimizer's settings."""
+    return RunConfig.from_plain({**applied(base.plain(), point), **changes})
+
+
+def configs(base: RunConfig, points: Sequence[Point], seeds: Sequence[int]) -> list[RunConfig]:
+    """Every point with every seed; the optimizers take turns, so that all have the same share of any noise."""
+    return [config(base, point, seed=seed) for seed in seeds for point in points]

@@ -1,0 +1,139 @@
+"""How figures look, and how they are kept: as PNG for the screen, SVG for the page and PDF for print."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tekfac.extras import require
+from tekfac.fisher.figures import COLOURS, PAGE
+from tekfac.fisher.figures import STYLE as PRINT
+from tekfac.lab.files import write_whole
+from tekfac.lab.report.grouping import Group
+from tekfac.lab.report.names import METHODS
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+STYLE = {
+    **PRINT,
+    "svg.hashsalt": "tekfac",
+    "svg.fonttype": "path",
+    "xtick.labelsize": 7,
+    "ytick.labelsize": 7,
+    "legend.fontsize": 7.5,
+    "grid.color": "#e4e4e4",
+    "grid.linewidth": 0.5,
+    "axes.axisbelow": True,
+}
+FIRST_ORDER: Mapping[str, tuple[str, str]] = {
+    "sgd": ("#a6a6a6", "--"),
+    "sgdm": ("#555555", "-"),
+    "adam": ("#009e73", "-"),
+    "adamw": ("#66c2a4", "--"),
+}
+OTHER = ("#984ea3", "-.")
+WITHOUT_DATE: Mapping[str, dict[str, Any]] = {
+    "png": {},
+    "svg": {"Date": None, "Creator": None},
+    "pdf": {"CreationDate": None},
+}
+LETTERS_PER_LINE = 105
+
+
+@dataclass(frozen=True)
+class Drawing:
+    """A figure with what is said about it.
+
+    Attributes:
+        name: of its files, without an ending.
+        caption: under it.
+        alternative: for those who cannot see it.
+        figure: of matplotlib.
+    """
+
+    name: str
+    caption: str
+    alternative: str
+    figure: Figure
+
+
+def style() -> AbstractContextManager[None]:
+    """The settings of all figures, for as long as one is drawn."""
+    context: AbstractContextManager[None] = require("matplotlib", "A figure").rc_context(STYLE)
+    return context
+
+
+def empty(height: float) -> Figure:
+    """A page of some height in inches; no screen is touched."""
+    page: Figure = require("matplotlib.figure", "A figure").Figure(figsize=(PAGE, height), layout="constrained")
+    return page
+
+
+def looks(groups: Sequence[Group]) -> list[dict[str, Any]]:
+    """Colour and line of every group; further groups of one optimizer are lighter and broken differently."""
+    found = []
+    for index, group in enumerate(groups):
+        colour, line = _look(group.optimizer)
+        same = [other for other in groups if other.optimizer == group.optimizer]
+        earlier = sum(other.optimizer == group.optimizer for other in groups[:index])
+        if earlier:
+            line = [":", "-.", "--", "-"][(earlier - 1) % 4]
+        found.append({"color": _lighter(colour, 0.65 * earlier / len(same)), "linestyle": line})
+    return found
+
+
+def legend(figure: Figure, handles: Sequence[Any], labels: Sequence[str]) -> None:
+    """Above all panels, in as many columns as there is room for."""
+    columns = max(1, min(len(labels), LETTERS_PER_LINE // (max(map(len, labels)) + 6)))
+    figure.legend(handles, labels, loc="outside upper center", ncols=columns, frameon=False)
+
+
+def settle(figure: Figure) -> None:
+    """Put everything in its place for good; otherwise places are looked for at every saving."""
+    with style():
+        figure.draw_without_rendering()
+        figure.set_layout_engine("none")
+
+
+def svg_of(figure: Figure) -> str:
+    """The figure as SVG, the same text whenever it is drawn."""
+    text = io.StringIO()
+    with style():
+        figure.savefig(text, format="svg", metadata=WITHOUT_DATE["svg"], transparent=True)
+    return text.getvalue()
+
+
+def save(drawing: Drawing, folder: Path) -> list[str]:
+    """Write PNG, SVG and PDF, each whole or not at all; the names of the files."""
+
+    def write(path: Path, ending: str) -> None:
+        with style():
+            drawing.figure.savefig(path, format=ending, dpi=200, metadata=WITHOUT_DATE[ending])
+
+    names = []
+    for ending in WITHOUT_DATE:
+        name = f"{drawing.name}.{ending}"
+        write_whole(folder / name, lambda path, ending=ending: write(path, ending))  # type: ignore[misc]
+        names.append(name)
+    return names
+
+
+def _look(optimizer: str) -> tuple[str, str]:
+    """Of the methods as in the figures of their Fisher approximations."""
+    method = METHODS.get(optimizer)
+    if method is None:
+        return FIRST_ORDER.get(optimizer, OTHER)
+    return COLOURS[method.factors.trace_restricted, method.rescaling.measured], (
+        "-" if method.rescaling.measured else "--"
+    )
+
+
+def _lighter(colour: str, share: float) -> str:
+    """Mixed with white."""
+    parts = [int(colour[place : place + 2], 16) for place in (1, 3, 5)]
+    return "#" + "".join(f"{round(part + (255 - part) * share):02x}" for part in parts)

@@ -1,0 +1,176 @@
+"""Runs put together: seeds of one setting are a group, groups that can be compared are a task."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from tekfac.lab.report.names import display, position
+from tekfac.lab.report.runs import Run
+
+WHERE = frozenset({"seed", "device", "threads", "data_dir", "workers"})
+"""What tells the runs of a group apart: the seed, and where they ran."""
+
+OF_OPTIMIZER = frozenset({"name", "optimizer", "lr", "momentum", "weight_decay", "options"})
+"""What tells the groups of a task apart. Everything else that a configuration has belongs to the task."""
+
+Settings = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Group:
+    """Runs that differ only in their seed and in where they ran.
+
+    Attributes:
+        label: the optimizer's name, and the settings that tell it from others of its task.
+        optimizer: its name in the configuration.
+        settings: lr, momentum and so on, the further options among them.
+        runs: by seed.
+    """
+
+    label: str
+    optimizer: str
+    settings: Settings
+    runs: tuple[Run, ...]
+
+    @property
+    def seeds(self) -> list[Any]:
+        """The seeds of its runs."""
+        return [run.seed for run in self.runs]
+
+    @property
+    def status(self) -> str:
+        """How many runs there are, and what became of those that did not finish."""
+        count = Counter(run.status for run in self.runs)
+        failed = [f"{count[s]} of {len(self.runs)} {s}" for s in ("diverged", "unfinished") if count[s]]
+        return ", ".join(failed) or str(len(self.runs))
+
+
+@dataclass(frozen=True)
+class Task:
+    """Groups that were trained on the same data, with the same model, batches and schedule.
+
+    Attributes:
+        title: data and model, and the settings that tell it from other tasks with these.
+        data: its name in the configuration.
+        model: its name in the configuration.
+        settings: everything that its runs have in common beside the optimizer.
+        groups: in the order of the optimizers, then of their settings.
+    """
+
+    title: str
+    data: str
+    model: str
+    settings: Settings
+    groups: tuple[Group, ...]
+
+
+def tasks_of(runs: Iterable[Run]) -> list[Task]:
+    """The tasks of the runs, by data and model."""
+    together: dict[tuple[str, str], dict[Any, list[Run]]] = {}
+    for run in runs:
+        same = together.setdefault((str(run.config["data"]), str(run.config["model"])), {})
+        same.setdefault(_key(task_settings(run)), []).append(run)
+    tasks = []
+    for (data, model), same in sorted(together.items()):
+        settings = [task_settings(own[0]) for own in same.values()]
+        different = differing(settings)
+        for setting, own in sorted(
+            zip(settings, same.values(), strict=True), key=lambda pair: _place(pair[0], different)
+        ):
+            title = ", ".join([data, model, *_words(setting, different)])
+            tasks.append(Task(title, data, model, setting, _groups(own)))
+    return tasks
+
+
+def _groups(runs: Sequence[Run]) -> tuple[Group, ...]:
+    """The groups of one task."""
+    together: dict[str, dict[Any, list[Run]]] = {}
+    for run in runs:
+        together.setdefault(run.optimizer, {}).setdefault(_key(optimizer_settings(run)), []).append(run)
+    groups = []
+    for optimizer in sorted(together, key=position):
+        own = list(together[optimizer].values())
+        different = differing([optimizer_settings(same[0]) for same in own])
+        for same in sorted(own, key=lambda same: _place(optimizer_settings(same[0]), different)):
+            settings = optimizer_settings(same[0])
+            label = ", ".join([display(optimizer), *_words(settings, different)])
+            by_seed = sorted(same, key=lambda run: (_ordered(run.seed), str(run.path)))
+            groups.append(Group(label, optimizer, settings, tuple(by_seed)))
+    return tuple(groups)
+
+
+def task_settings(run: Run) -> Settings:
+    """What a run has in common with all of its task."""
+    return _flat({key: value for key, value in run.config.items() if key not in WHERE | OF_OPTIMIZER})
+
+
+def optimizer_settings(run: Run) -> Settings:
+    """What a run has in common with its group, beside the task; a label that was not given is none."""
+    own = {key: value for key, value in run.config.items() if key in OF_OPTIMIZER}
+    return _flat({key: value for key, value in own.items() if key != "name" or value})
+
+
+def differing(settings: Sequence[Settings]) -> list[str]:
+    """The names whose values are not the same everywhere, a value that is missing among them."""
+    names = dict.fromkeys(name for own in settings for name in own)
+    missing = object()
+    return [
+        name
+        for name in names
+        if any(own.get(name, missing) != settings[0].get(name, missing) for own in settings)
+    ]
+
+
+def plain(value: Any) -> str:
+    """A setting as text; a number as short as it can be without becoming another one."""
+    if value is None:
+        return "none"
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, float):
+        short = f"{value:g}"
+        return short if float(short) == value else repr(value)
+    if isinstance(value, list | tuple):
+        return "(" + ", ".join(map(plain, value)) + ")"
+    return str(value)
+
+
+def _words(settings: Settings, names: Iterable[str]) -> list[str]:
+    own = [name for name in names if name in settings]
+    return [plain(settings[name]) if name == "name" else f"{name} {plain(settings[name])}" for name in own]
+
+
+def _flat(config: Settings) -> dict[str, Any]:
+    """Settings inside of settings brought to the top; with the outer name where there is such a one already."""
+    flat: dict[str, Any] = {}
+    for name, value in config.items():
+        if isinstance(value, Mapping):
+            for inner, own in _flat(value).items():
+                flat[f"{name}.{inner}" if inner in config else inner] = own
+        else:
+            flat[name] = tuple(value) if isinstance(value, list) else value
+    return flat
+
+
+def _key(settings: Settings) -> frozenset[tuple[str, Any]]:
+    """The same for settings that are equal, in whatever order."""
+    return frozenset(
+        (name, repr(value) if isinstance(value, tuple) else value) for name, value in settings.items()
+    )
+
+
+def _place(settings: Settings, names: Iterable[str]) -> list[tuple[int, float, str]]:
+    """To sort by: the values under some names."""
+    return [_ordered(settings.get(name)) for name in names]
+
+
+def _ordered(value: Any) -> tuple[int, float, str]:
+    """To sort by: nothing, numbers, words."""
+    if value is None:
+        return (0, 0.0, "")
+    if isinstance(value, int | float):
+        return (1, float(value), "")
+    return (2, 0.0, str(value))

@@ -1,0 +1,173 @@
+"""A table as Markdown, LaTeX, HTML, CSV, or for the terminal."""
+
+from __future__ import annotations
+
+import csv
+import io
+from collections.abc import Sequence
+from dataclasses import dataclass
+from html import escape
+from typing import TYPE_CHECKING
+
+from tekfac.extras import require
+
+if TYPE_CHECKING:
+    from rich.table import Table as RichTable
+
+LATEX = {
+    "\\": r"\textbackslash{}",
+    "&": r"\&",
+    "%": r"\%",
+    "$": r"\$",
+    "#": r"\#",
+    "_": r"\_",
+    "{": r"\{",
+    "}": r"\}",
+    "~": r"\textasciitilde{}",
+    "^": r"\textasciicircum{}",
+    "<": r"\textless{}",
+    ">": r"\textgreater{}",
+    "±": r"$\pm$",
+    "×": r"$\times$",
+    "·": r"$\cdot$",
+    "—": "---",
+    "–": "--",
+    "…": r"\dots{}",
+}
+MARKDOWN = frozenset("\\`*_{}[]<>|#&~")
+
+
+@dataclass(frozen=True)
+class Table:
+    """Plain text in rows; the first column names the rows.
+
+    Attributes:
+        title: what the table shows.
+        header: one name per column.
+        rows: one text per column.
+        bold: (row, column) of the cells that stand out.
+        notes: what a reader has to know, under the table.
+    """
+
+    title: str
+    header: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]
+    bold: frozenset[tuple[int, int]] = frozenset()
+    notes: tuple[str, ...] = ()
+
+
+def to_markdown(table: Table) -> str:
+    """A heading, the table and its notes."""
+    rows = [
+        [f"**{_markdown(cell)}**" if (r, c) in table.bold else _markdown(cell) for c, cell in enumerate(row)]
+        for r, row in enumerate(table.rows)
+    ]
+    lines = [
+        f"## {_markdown(table.title)}",
+        "",
+        _markdown_row([_markdown(name) for name in table.header]),
+        _markdown_row(["---"] + ["---:"] * (len(table.header) - 1)),
+        *map(_markdown_row, rows),
+    ]
+    for note in table.notes:
+        lines += ["", _markdown(note)]
+    return "\n".join(lines) + "\n"
+
+
+def to_latex(table: Table) -> str:
+    """A `table` in the style of booktabs, whose package it needs."""
+    rows = [
+        [rf"\textbf{{{latex(cell)}}}" if (r, c) in table.bold else latex(cell) for c, cell in enumerate(row)]
+        for r, row in enumerate(table.rows)
+    ]
+    caption = " ".join([_sentence(latex(table.title)), *map(latex, table.notes)])
+    return "\n".join(
+        [
+            r"\begin{table}",
+            r"  \centering",
+            rf"  \caption{{{caption}}}",
+            rf"  \begin{{tabular}}{{l{'r' * (len(table.header) - 1)}}}",
+            r"    \toprule",
+            rf"    {' & '.join(map(latex, table.header))} \\",
+            r"    \midrule",
+            *(rf"    {' & '.join(row)} \\" for row in rows),
+            r"    \bottomrule",
+            r"  \end{tabular}",
+            r"\end{table}",
+            "",
+        ]
+    )
+
+
+def to_html(table: Table) -> str:
+    """A `table` with a caption and named rows and columns, and its notes."""
+    head = "".join(f'<th scope="col">{escape(name)}</th>' for name in table.header)
+    body = "\n".join(_html_row(table, index) for index in range(len(table.rows)))
+    notes = "".join(f'<p class="note">{escape(note)}</p>\n' for note in table.notes)
+    return (
+        f'<div class="scroll" role="region" tabindex="0" aria-label="{escape(table.title)}">\n<table>\n'
+        f"<caption>{escape(table.title)}</caption>\n<thead><tr>{head}</tr></thead>\n<tbody>\n{body}\n</tbody>\n"
+        f"</table>\n</div>\n{notes}"
+    )
+
+
+def to_csv(table: Table) -> str:
+    """Header and rows alone."""
+    text = io.StringIO()
+    csv.writer(text, lineterminator="\n").writerows([table.header, *table.rows])
+    return text.getvalue()
+
+
+def to_rich(table: Table) -> RichTable:
+    """For `rich` to print; nothing in a cell is taken for markup."""
+    rich_table, boxes = require("rich.table", "A report"), require("rich.box", "A report")
+    text = require("rich.text", "A report").Text
+    shown = rich_table.Table(
+        title=text(table.title, style="bold"),
+        title_justify="left",
+        box=boxes.SIMPLE_HEAD,
+        padding=(0, 1, 0, 0),
+        pad_edge=False,
+    )
+    for column, name in enumerate(table.header):
+        shown.add_column(
+            text(_in_two_lines(name)),
+            justify="right" if column else "left",
+            no_wrap=column > 0,
+            overflow="fold",
+        )
+    for r, row in enumerate(table.rows):
+        shown.add_row(*(text(cell, style="bold" if (r, c) in table.bold else "") for c, cell in enumerate(row)))
+    return shown  # type: ignore[no-any-return]
+
+
+def latex(text: str) -> str:
+    """Text as LaTeX shows it."""
+    return "".join(LATEX.get(letter, letter) for letter in " ".join(text.split()))
+
+
+def _html_row(table: Table, index: int) -> str:
+    name, *cells = (
+        f"<strong>{escape(cell)}</strong>" if (index, column) in table.bold else escape(cell)
+        for column, cell in enumerate(table.rows[index])
+    )
+    return f'<tr><th scope="row">{name}</th>{"".join(f"<td>{cell}</td>" for cell in cells)}</tr>'
+
+
+def _markdown(text: str) -> str:
+    return "".join(f"\\{letter}" if letter in MARKDOWN else letter for letter in " ".join(text.split()))
+
+
+def _markdown_row(cells: Sequence[str]) -> str:
+    return f"| {' | '.join(cells)} |"
+
+
+def _in_two_lines(text: str) -> str:
+    """Broken at the space that makes the longer line shortest."""
+    spaces = [place for place, letter in enumerate(text) if letter == " "]
+    place = min(spaces, key=lambda space: max(space, len(text) - space), default=None)
+    return text if place is None else f"{text[:place]}\n{text[place + 1 :]}"
+
+
+def _sentence(text: str) -> str:
+    return text if text.endswith((".", "?", "!")) else f"{text}."

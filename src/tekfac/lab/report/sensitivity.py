@@ -1,0 +1,127 @@
+"""Figures of sweeps: final accuracy against one setting, or over two."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from tekfac.lab.report.cells import in_percent
+from tekfac.lab.report.drawing import Drawing, empty, legend, looks, style
+from tekfac.lab.report.grouping import differing, plain
+from tekfac.lab.report.names import display, position
+from tekfac.lab.report.summary import GroupSummary, TaskSummary
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+FEWEST = 3
+"""Values of a setting that make a curve."""
+
+
+def swept(summary: TaskSummary) -> list[Drawing]:
+    """A figure for every setting, or two, that the optimizers of a task were tried with."""
+    along: dict[str, int] = {}
+    drawings = []
+    for optimizer in sorted({row.group.optimizer for row in summary.rows}, key=position):
+        own = [row for row in summary.ranked if row.group.optimizer == optimizer]
+        names = differing([row.group.settings for row in own]) if own else []
+        values = {name: _values(own, name) for name in names}
+        if len(names) == 1 and len(values[names[0]]) >= FEWEST:
+            along[names[0]] = along.get(names[0], 0) + 1
+        elif len(names) == 2 and min(map(len, values.values())) >= 2:
+            first, second = sorted(names, key=lambda name: -len(values[name]))
+            text = f"Mean final test accuracy of {display(optimizer)} by {first} and {second}"
+            figure = heat_map(summary, optimizer, first, second)
+            drawings.append(Drawing(f"{optimizer}-{first}-{second}", f"{text}.", _listed(text, own), figure))
+    for name in along:
+        text = f"Final test accuracy against {name}, best of the other settings; mean ± deviation over seeds"
+        rows = [row for row in summary.ranked if name in row.group.settings]
+        drawings.append(
+            Drawing(f"sensitivity-{name}", f"{text}.", _listed(text, rows), sensitivity(summary, name))
+        )
+    return drawings
+
+
+def sensitivity(summary: TaskSummary, setting: str) -> Figure:
+    """Final test accuracy against a setting, a line per optimizer; the best group where others differ too.
+
+    Raises:
+        ValueError: if no optimizer was tried with two numbers for the setting.
+    """
+    optimizers = sorted({row.group.optimizer for row in summary.ranked}, key=position)
+    lines = {name: _along(summary, name, setting) for name in optimizers}
+    lines = {name: rows for name, rows in lines.items() if len(rows) > 1}
+    if not lines:
+        raise ValueError(f"No optimizer was tried with several values of {setting!r}. Expected a sweep of it.")
+    with style():
+        figure = empty(2.8)
+        axes = figure.subplots()
+        for rows, look in zip(lines.values(), looks([rows[0].group for rows in lines.values()]), strict=True):
+            places = [row.group.settings[setting] for row in rows]
+            heights, spreads = zip(*map(_percent, rows), strict=True)
+            label = display(rows[0].group.optimizer)
+            axes.errorbar(places, heights, spreads, marker="o", markersize=3, capsize=2, label=label, **look)
+        every = [row.group.settings[setting] for rows in lines.values() for row in rows]
+        if min(every) > 0 and max(every) >= 10 * min(every):
+            axes.set_xscale("log")
+        axes.set(xlabel=setting, ylabel="final test accuracy, %")
+        axes.grid(visible=True)
+        handles, labels = axes.get_legend_handles_labels()
+        legend(figure, handles, labels)
+    return figure
+
+
+def heat_map(summary: TaskSummary, optimizer: str, first: str, second: str) -> Figure:
+    """Mean final test accuracy of an optimizer over two settings: the first to the right, the second upwards.
+
+    Raises:
+        ValueError: if the optimizer was not tried with numbers for both.
+    """
+    own = [row for row in summary.ranked if row.group.optimizer == optimizer]
+    columns, lines = _values(own, first), _values(own, second)
+    if not columns or not lines:
+        raise ValueError(f"{display(optimizer)} was not tried with numbers for {first!r} and {second!r}.")
+    found = {(r.group.settings.get(first), r.group.settings.get(second)): _percent(r)[0] for r in reversed(own)}
+    grid = [[found.get((column, line), math.nan) for column in columns] for line in lines]
+    known = [value for row in grid for value in row if not math.isnan(value)]
+    middle = (min(known) + max(known)) / 2
+    with style():
+        figure = empty(0.9 + 0.36 * len(lines))
+        axes = figure.subplots()
+        image = axes.imshow(grid, cmap="cividis", origin="lower", aspect="auto")
+        for y, row in enumerate(grid):
+            for x, value in enumerate(row):
+                text = "—" if math.isnan(value) else f"{value:.2f}"
+                dark = math.isnan(value) or value > middle
+                axes.text(x, y, text, ha="center", va="center", fontsize=7, color="black" if dark else "white")
+        axes.set_xticks(range(len(columns)), list(map(plain, columns)))
+        axes.set_yticks(range(len(lines)), list(map(plain, lines)))
+        axes.set(xlabel=first, ylabel=second)
+        axes.tick_params(length=0)
+        axes.spines[:].set_visible(False)
+        figure.colorbar(image, ax=axes, pad=0.015, label=f"{display(optimizer)}: test accuracy, %")
+    return figure
+
+
+def _along(summary: TaskSummary, optimizer: str, setting: str) -> list[GroupSummary]:
+    """The best group of an optimizer at every value of a setting, by value."""
+    own = [row for row in summary.ranked if row.group.optimizer == optimizer]
+    best = {row.group.settings.get(setting): row for row in reversed(own)}
+    return [best[value] for value in _values(own, setting)]
+
+
+def _values(rows: Sequence[GroupSummary], setting: str) -> list[float]:
+    """The numbers that a setting had."""
+    found = {row.group.settings.get(setting) for row in rows}
+    return sorted(value for value in found if isinstance(value, int | float) and not isinstance(value, bool))
+
+
+def _percent(row: GroupSummary) -> tuple[float, float]:
+    """Mean and deviation of the final test accuracy."""
+    found = row.final_accuracy
+    return (math.nan, 0.0) if found is None else (100 * found.mean, 100 * (found.deviation or 0.0))
+
+
+def _listed(text: str, rows: Sequence[GroupSummary]) -> str:
+    return f"{text}: " + "; ".join(f"{row.group.label}: {in_percent(row.final_accuracy)}" for row in rows)

@@ -1,0 +1,134 @@
+"""A report written: the page, its tables, all numbers, and the figures in three formats."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from tekfac.lab.files import write_text
+from tekfac.lab.report import figures, tables
+from tekfac.lab.report.drawing import Drawing, save, settle
+from tekfac.lab.report.page import Part, page
+from tekfac.lab.report.rendering import Table, to_csv, to_latex, to_markdown
+from tekfac.lab.report.runs import Run
+from tekfac.lab.report.sensitivity import swept
+from tekfac.lab.report.summary import TaskSummary, summarise
+from tekfac.lab.report.wording import alternative
+
+
+def write_report(
+    runs: Sequence[Run],
+    out: Path,
+    *,
+    title: str,
+    target: float | None = None,
+    extra_tables: Sequence[Table] = (),
+    extra_figures: Sequence[Drawing] = (),
+    paper: tables.Paper | None = None,
+    notes: Sequence[str] = (),
+    command: str | None = None,
+) -> list[str]:
+    """Write report.html, tables.md, tables.tex, summary.csv and figures/; other files in the folder stay.
+
+    Args:
+        runs: what is reported, see `find_runs`.
+        out: folder, made if need be.
+        title: of the page.
+        target: test accuracy in percent that is to be reached; one is chosen for each task by default.
+        extra_tables: further tables, after those of the tasks.
+        extra_figures: further figures, after those of the tasks.
+        paper: accuracies that the paper prints, by (data, model, optimizer).
+        notes: what a reader has to know first.
+        command: which made the report (default: the `tekfac report` that makes it).
+
+    Returns:
+        The names of the files, relative to the folder.
+
+    Raises:
+        ValueError: if no run has finished an epoch, or the target is no percentage.
+        OSError: if a file cannot be written.
+    """
+    summaries = summarise(runs, target)
+    parts = [_task_part(summary, name) for summary, name in zip(summaries, _names(summaries), strict=True)]
+    if len(summaries) > 1 or paper:
+        parts.insert(0, Part("Accuracy", [tables.accuracies(summaries, paper)]))
+    if extra_tables or extra_figures:
+        parts.append(Part("Further results", extra_tables, extra_figures))
+    drawings = [drawing for part in parts for drawing in part.drawings]
+    for drawing in drawings:
+        settle(drawing.figure)
+    made = [table for part in parts for table in part.tables]
+    again = command or _command(runs, out, title, target)
+    texts = {
+        "report.html": page(title, summaries, parts, runs=runs, command=again, notes=notes),
+        "tables.md": f"# {title}\n\n" + "\n".join(map(to_markdown, made)),
+        "tables.tex": "% needs \\usepackage{booktabs}\n\n" + "\n".join(map(to_latex, made)),
+        "summary.csv": to_csv(tables.numbers(summaries)),
+    }
+    written = [f"figures/{name}" for drawing in drawings for name in save(drawing, out / "figures")]
+    for name, text in texts.items():
+        write_text(out / name, text)
+    return [*texts, *written]
+
+
+def _task_part(summary: TaskSummary, name: str) -> Part:
+    """The tables and figures of one task."""
+    who = (
+        "all settings"
+        if len(figures.shown(summary)) == len(summary.rows)
+        else "the best setting of each optimizer"
+    )
+    drawings = [
+        Drawing(
+            "curves",
+            f"Test accuracy and training loss against epochs and training time, {who}: means over seeds, "
+            "bands of one standard deviation. "
+            f"Dotted: the target of {100 * summary.target:g}%; a cross: a run that diverged.",
+            f"Learning curves of {summary.task.title}. Final test accuracy: {alternative(summary)}",
+            figures.curves(summary),
+        ),
+        Drawing(
+            "time",
+            "Time of one training step by what it is spent on, mean over the run and over seeds.",
+            f"Milliseconds per step of {summary.task.title}; the numbers are in the table of times",
+            figures.time_shares(summary),
+        ),
+    ]
+    if figures.has_curvature(summary):
+        drawings.append(
+            Drawing(
+                "curvature",
+                "Trace, condition number and damping of every layer along training, from the first layer "
+                "(dark) to the last (light); one run of each setting.",
+                f"Curvature of the layers of {summary.task.title} along training",
+                figures.curvature(summary),
+            )
+        )
+    drawings += swept(summary)
+    own = [replace(drawing, name=f"{name}-{slug(drawing.name)}") for drawing in drawings]
+    return Part(summary.task.title, [tables.comparison(summary), tables.times(summary)], own, summary)
+
+
+def slug(text: str) -> str:
+    """Letters that are safe in the name of a file."""
+    return re.sub(r"[^a-z0-9.]+", "-", text.lower()).strip("-.") or "task"
+
+
+def _names(summaries: Sequence[TaskSummary]) -> list[str]:
+    """A name for every task, none twice."""
+    names: list[str] = []
+    for summary in summaries:
+        name = slug(summary.task.title)
+        names.append(name if name not in names else f"{name}-{len(names) + 1}")
+    return names
+
+
+def _command(runs: Sequence[Run], out: Path, title: str, target: float | None) -> str:
+    """The command line that makes the report again."""
+    asked = ["--out", str(out), "--title", title]
+    if target is not None:
+        asked += ["--target", f"{target:g}"]
+    return shlex.join(["tekfac", "report", *(str(run.path) for run in runs), *asked])

@@ -1,0 +1,181 @@
+"""The paper's experiments: what each of them runs, and its outcome beside the paper's numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from statistics import mean, stdev
+from typing import Any
+
+from tekfac.lab import paper, recipes
+from tekfac.lab.comparing import run_configs
+from tekfac.lab.config import RunConfig
+from tekfac.lab.files import read_json
+from tekfac.lab.grids import Point, Sweep
+from tekfac.lab.optimizers import COMPARED
+from tekfac.lab.pool import Manner
+from tekfac.lab.recipes import Scale
+from tekfac.lab.report.cells import accuracy, best_places
+from tekfac.lab.report.rendering import Table
+from tekfac.lab.report.summary import Spread
+from tekfac.lab.sweeping import best, sweep
+
+SCALE_NOTES: dict[Scale, str] = {
+    "paper": "Ours at the paper's scale.",
+    "small": "Ours in small, on a reduced budget: 4,096 training images of 16 x 16 pixels, 2,000 test images, "
+    "an eighth of the channels, 10 epochs. Such numbers cannot be compared with the paper's; orders can.",
+}
+
+SENSITIVE = ("cifar100", "resnet20", "tekfac")
+"""Data, network and optimizer of the paper's study of sensitivity."""
+
+
+@dataclass(frozen=True)
+class Wish:
+    """What is to be reproduced, and how.
+
+    Attributes:
+        scale: as in the paper, or in small.
+        out: folder for all runs.
+        manner: how runs are computed.
+        data: data sets of the table of accuracies.
+        models: its networks.
+        optimizers: its optimizers.
+        seeds: how often every run is repeated.
+        tune: whether every optimizer gets the best of its grid of four points, by runs of half as many epochs.
+        place: settings of where runs are computed and data lie, by name.
+    """
+
+    scale: Scale
+    out: Path
+    manner: Manner
+    data: tuple[str, ...] = tuple(paper.ACCURACY)
+    models: tuple[str, ...] = ("vgg16", "resnet20")
+    optimizers: tuple[str, ...] = COMPARED
+    seeds: tuple[int, ...] = tuple(range(paper.SEEDS))
+    tune: bool = True
+    place: dict[str, Any] = field(default_factory=dict)
+
+    def task(self, data: str, model: str) -> RunConfig:
+        """A task in this wish's scale and place."""
+        return replace(recipes.task(data, model, self.scale), **self.place)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """Runs of an experiment, and what the report shows beside its usual tables.
+
+    Attributes:
+        folders: of the runs.
+        tables: further tables.
+        paper: the paper's accuracies, for the table of accuracies.
+    """
+
+    folders: list[Path]
+    tables: list[Table] = field(default_factory=list)
+    paper: dict[tuple[str, str, str], str] | None = None
+
+
+def table_accuracy(wish: Wish) -> Outcome:
+    """Final accuracies of all optimizers on all data sets with both networks; its runs draw the curves, too."""
+    points = _tuned(wish) if wish.tune else _literal(wish)
+    configs = [
+        recipes.config(wish.task(data, model), points[data, model, optimizer], seed=seed)
+        for data in wish.data
+        for model in wish.models
+        for seed in wish.seeds
+        for optimizer in wish.optimizers
+    ]
+    folders = run_configs(configs, wish.out / "accuracy", wish.manner, "Accuracies")
+    return Outcome(folders, paper=paper.accuracies())
+
+
+def _literal(wish: Wish) -> dict[tuple[str, str, str], Point]:
+    """The paper's own settings for everything."""
+    return {
+        (data, model, optimizer): recipes.in_the_paper(optimizer)
+        for data in wish.data
+        for model in wish.models
+        for optimizer in wish.optimizers
+    }
+
+
+def _tuned(wish: Wish) -> dict[tuple[str, str, str], Point]:
+    """For every task and optimizer the best of its four points, on images held back from the training set."""
+    found: dict[tuple[str, str, str], Point] = {}
+    for data in wish.data:
+        for model in wish.models:
+            base = recipes.tuning_task(wish.task(data, model))
+            points = tuple(point for optimizer in wish.optimizers for point in recipes.small_grid(optimizer))
+            plan = Sweep(f"tuning {data} {model}", base, points)
+            trials = sweep(plan, wish.out / "tuning" / f"{data}-{model}", wish.manner)
+            winners = best(trials)
+            found |= {(data, model, optimizer): winners[optimizer].point for optimizer in wish.optimizers}
+    return found
+
+
+def table_vartheta(wish: Wish) -> Outcome:
+    """Accuracy by vartheta, at the paper's learning rate."""
+    points = {floor: _sensitive(trace_floor=floor) for floor in paper.VARTHETA}
+    return _by_setting(wish, points, paper.VARTHETA, "ϑ")
+
+
+def table_lr(wish: Wish) -> Outcome:
+    """Accuracy by learning rate, at the paper's vartheta."""
+    points = {lr: _sensitive(lr=lr) for lr in paper.LEARNING_RATE}
+    return _by_setting(wish, points, paper.LEARNING_RATE, "learning rate")
+
+
+def figure_sensitivity(wish: Wish) -> Outcome:
+    """Accuracy over vartheta and learning rate, and the curves for every vartheta."""
+    points = [_sensitive(lr=lr, trace_floor=floor) for lr in paper.LEARNING_RATE for floor in paper.VARTHETA]
+    task = wish.task(*SENSITIVE[:2])
+    configs = recipes.configs(task, points, wish.seeds[:1] if wish.scale == "small" else wish.seeds)
+    return Outcome(run_configs(configs, wish.out / "sensitivity", wish.manner, "Sensitivity"))
+
+
+def _sensitive(lr: float = 1e-3, trace_floor: float = 1e-2) -> Point:
+    point = recipes.in_the_paper(SENSITIVE[2])
+    return {**point, "lr": lr, "options.trace_floor": trace_floor}
+
+
+def _by_setting(wish: Wish, points: dict[float, Point], printed: dict[float, str], setting: str) -> Outcome:
+    """A row of ours and a row of the paper's, a column for every value of the setting."""
+    data, model, optimizer = SENSITIVE
+    task = wish.task(data, model)
+    configs = [recipes.config(task, point, seed=seed) for point in points.values() for seed in wish.seeds]
+    folders = run_configs(configs, wish.out / "sensitivity", wish.manner, f"Accuracy by {setting}")
+    found = [_spread(folders[i : i + len(wish.seeds)]) for i in range(0, len(folders), len(wish.seeds))]
+    table = Table(
+        title=f"{optimizer} on {data} with {model}: final test accuracy in percent, by {setting}",
+        header=(setting, *(f"{value:g}" for value in points)),
+        rows=(("ours", *map(accuracy, found)), ("the paper", *(printed[value] for value in points))),
+        bold=frozenset((0, 1 + place) for place in best_places([spread.mean for spread in found], max)),
+        notes=(f"Mean ± sample standard deviation over {len(wish.seeds)} seeds.", SCALE_NOTES[wish.scale]),
+    )
+    return Outcome(folders, [table])
+
+
+def _spread(folders: Sequence[Path]) -> Spread:
+    """Mean and deviation of the final accuracies of some runs."""
+    values = [read_json(folder / "result.json")["test_accuracy"] for folder in folders]
+    return Spread(mean(values), stdev(values) if len(values) > 1 else None, len(values))
+
+
+EXPERIMENTS: dict[str, Callable[[Wish], Outcome]] = {
+    "table-accuracy": table_accuracy,
+    "table-vartheta": table_vartheta,
+    "table-lr": table_lr,
+    "figure-curves": table_accuracy,
+    "figure-sensitivity": figure_sensitivity,
+}
+
+
+def reproduce(names: Sequence[str], wish: Wish) -> Outcome:
+    """Run the experiments of these names; runs that several of them need are run once."""
+    outcomes = [experiment(wish) for experiment in dict.fromkeys(EXPERIMENTS[name] for name in names)]
+    folders = list(dict.fromkeys(folder for outcome in outcomes for folder in outcome.folders))
+    tables = [table for outcome in outcomes for table in outcome.tables]
+    printed = next((outcome.paper for outcome in outcomes if outcome.paper), None)
+    return Outcome(folders, tables, printed)

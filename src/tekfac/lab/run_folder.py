@@ -1,0 +1,155 @@
+"""The folder of a run: its config, its logs, its checkpoint, its result.
+
+run.json         config and provenance; enough to run it again
+epochs.jsonl     a line per epoch; epochs.csv has the same as a table
+curvature.jsonl  a line per layer and epoch, of natural-gradient methods
+messages.log     what the library had to say
+checkpoint.pt    while it runs: all that the next step depends on
+model.pt         when it has ended: the weights
+result.json      when it has ended: how
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO, Any
+
+import torch
+
+from tekfac.lab.config import RunConfig
+from tekfac.lab.files import read_json, write_json, write_text, write_whole
+
+FORMAT = 1
+LOGS = ("epochs.jsonl", "curvature.jsonl")
+
+
+class RunFolder:
+    """A folder that holds one run, or will."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    @property
+    def exists(self) -> bool:
+        """Whether there is a run in it."""
+        return (self.path / "run.json").is_file()
+
+    def begin(self, config: RunConfig, provenance: Mapping[str, Any]) -> None:
+        """Write down what is going to be run."""
+        write_json(
+            self.path / "run.json", {"format": FORMAT, "config": config.plain(), "provenance": dict(provenance)}
+        )
+
+    def config(self) -> RunConfig:
+        """The config of the run in it.
+
+        Raises:
+            ValueError: if there is none, or it is of another format.
+        """
+        path = self.path / "run.json"
+        if not path.is_file():
+            raise ValueError(f"{str(self.path)!r} holds no run: there is no run.json in it.")
+        saved = read_json(path)
+        if (
+            not isinstance(saved, dict)
+            or saved.get("format") != FORMAT
+            or not isinstance(saved.get("config"), dict)
+        ):
+            raise ValueError(f"{str(path)!r} is no run of this version of tekfac (format {FORMAT} expected).")
+        return RunConfig.from_plain(saved["config"], str(path))
+
+    def result(self) -> dict[str, Any] | None:
+        """How the run ended, if it has."""
+        path = self.path / "result.json"
+        return read_json(path) if path.is_file() else None
+
+    def end(self, model: Mapping[str, Any], result: Mapping[str, Any]) -> None:
+        """Write the weights and how the run ended; the checkpoint has served its purpose then."""
+        write_whole(self.path / "model.pt", lambda path: torch.save(dict(model), path))
+        write_json(self.path / "result.json", dict(result))
+        (self.path / "checkpoint.pt").unlink(missing_ok=True)
+
+    # -- logs ------------------------------------------------------------------------------------------
+
+    def append(self, log: str, rows: Iterable[Mapping[str, Any]]) -> None:
+        """Add lines to a log."""
+        text = "".join(json.dumps(row, allow_nan=False) + "\n" for row in rows)
+        with (self.path / log).open("a", encoding="utf-8") as file:
+            file.write(text)
+
+    def rows(self, log: str) -> list[dict[str, Any]]:
+        """The lines of a log."""
+        path = self.path / log
+        return (
+            [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+            if path.exists()
+            else []
+        )
+
+    def write_table(self) -> None:
+        """Write the lines on epochs once more, as comma-separated values."""
+        rows = self.rows("epochs.jsonl")
+        text = io.StringIO()
+        table = csv.DictWriter(text, fieldnames=list(rows[0]), lineterminator="\n")
+        table.writeheader()
+        table.writerows(rows)
+        write_text(self.path / "epochs.csv", text.getvalue())
+
+    # -- checkpoints -----------------------------------------------------------------------------------
+
+    def save(self, state: Mapping[str, Any]) -> None:
+        """Write a checkpoint that remembers how long the logs were."""
+        sizes = {log: path.stat().st_size if (path := self.path / log).exists() else 0 for log in LOGS}
+        write_whole(self.path / "checkpoint.pt", lambda path: torch.save({**state, "logs": sizes}, path))
+
+    def load(self) -> dict[str, Any] | None:
+        """The checkpoint, if there is one; the logs are cut back to where they were when it was written.
+
+        Raises:
+            ValueError: for a checkpoint that cannot be read.
+        """
+        path = self.path / "checkpoint.pt"
+        state: dict[str, Any] | None = None
+        if path.is_file():
+            try:
+                state = torch.load(path, map_location="cpu", weights_only=True)
+            except Exception as error:
+                raise ValueError(
+                    f"Cannot read checkpoint {str(path)!r} ({type(error).__name__}). Remove it to begin anew."
+                ) from error
+        sizes = dict.fromkeys(LOGS, 0) if state is None else state["logs"]
+        for log in LOGS:
+            if (self.path / log).exists():
+                with (self.path / log).open("r+b") as file:
+                    file.truncate(sizes[log])
+        return state
+
+    @contextmanager
+    def locked(self) -> Iterator[None]:
+        """Keep other processes out; the system lets go of the lock when this one ends, however it does.
+
+        Raises:
+            ValueError: if another process is at work in the folder.
+        """
+        self.path.mkdir(parents=True, exist_ok=True)
+        with (self.path / "lock").open("w") as file:
+            _lock(file, self.path)
+            yield
+
+
+def _lock(file: IO[str], folder: Path) -> None:
+    try:
+        import fcntl
+    except ImportError:  # not on Windows, which has no such locks
+        return
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        raise ValueError(
+            f"Another process is at work in {str(folder)!r}. Wait for it, or choose another folder."
+        ) from error

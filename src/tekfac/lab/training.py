@@ -1,0 +1,391 @@
+"""One run: a network trained as its config says, logged, saved as it goes, resumed bit by bit."""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from tekfac.lab import models, optimizers
+from tekfac.lab.clock import Clock
+from tekfac.lab.config import RunConfig
+from tekfac.lab.data.batches import Batches
+from tekfac.lab.devices import choose
+from tekfac.lab.events import Events
+from tekfac.lab.inputs import prepare
+from tekfac.lab.interruption import Interrupted, Interruption
+from tekfac.lab.provenance import provenance
+from tekfac.lab.run_folder import RunFolder
+from tekfac.natural_gradient import NaturalGradient
+
+CHECKPOINT_SECONDS = 120.0
+"""How much work may be lost, unless the user says otherwise."""
+
+WATCH_SECONDS = 0.2
+"""Between two calls of the watcher within an epoch."""
+
+
+@dataclass(frozen=True)
+class Progress:
+    """How far a run is.
+
+    Attributes:
+        step: steps taken.
+        steps: steps in all.
+        epoch: the epoch that is being trained, from 1.
+        loss: mean training loss of this epoch so far.
+        test_accuracy: after the last epoch; None in the first.
+    """
+
+    step: int
+    steps: int
+    epoch: int
+    loss: float
+    test_accuracy: float | None
+
+
+Watcher = Callable[[Progress], None]
+
+
+def train(
+    config: RunConfig,
+    folder: Path,
+    *,
+    resume: bool = False,
+    command: str = "",
+    checkpoint_seconds: float = CHECKPOINT_SECONDS,
+    tensorboard: bool = False,
+    watch: Watcher | None = None,
+) -> dict[str, Any]:
+    """Train as the config says, and leave everything about it in the folder.
+
+    Args:
+        config: what to run.
+        folder: where to; it may hold the same run, interrupted, if `resume`.
+        resume: go on with the run in the folder, or begin if there is none.
+        command: what the user typed, for the record.
+        checkpoint_seconds: time between checkpoints; 0 for one after every step.
+        tensorboard: also write TensorBoard's event files.
+        watch: called now and then with the progress.
+
+    Returns:
+        The content of result.json.
+
+    Raises:
+        ValueError: if the folder holds another run, or this one and `resume` is not set.
+        Interrupted: after SIGINT or SIGTERM, when a checkpoint has been written.
+    """
+    run = RunFolder(folder)
+    if run.exists:
+        _require_same(run, config, resume)
+        ended = run.result()
+        if ended is not None:
+            return ended
+    with run.locked(), _messages(folder):
+        return _Training(run, config, command, checkpoint_seconds, tensorboard).run(watch)
+
+
+def learning_rate_factor(config: RunConfig, epoch: int, step: int, steps: int) -> float:
+    """What the learning rate is multiplied by; epoch and step count from 0."""
+    if config.schedule == "step":
+        return config.decay_factor ** (epoch // config.decay_every)
+    return 0.5 * (1 + math.cos(math.pi * step / steps)) if config.schedule == "cosine" else 1.0
+
+
+class _Training:
+    """A run in progress: what a checkpoint holds, and what can be made again from the config."""
+
+    def __init__(
+        self, folder: RunFolder, config: RunConfig, command: str, checkpoint_seconds: float, tensorboard: bool
+    ) -> None:
+        if config.threads is not None:
+            torch.set_num_threads(config.threads)
+        self.config = config
+        self.folder = folder
+        self.device = choose(config.device)
+        self.inputs = prepare(config, self.device)
+        torch.manual_seed(config.seed)
+        self.model = models.build(
+            config.model,
+            channels=self.inputs.channels,
+            classes=self.inputs.classes,
+            size=self.inputs.size,
+            options=config.model_options,
+        ).to(self.device)
+        self.optimizer = optimizers.build(
+            config.optimizer,
+            self.model,
+            lr=config.lr,
+            momentum=config.momentum,
+            weight_decay=config.weight_decay,
+            options=config.options,
+            seed=config.seed,
+        )
+        self.base_rates = [group["lr"] for group in self.optimizer.param_groups]
+        self.clock = Clock(self.device, self.optimizer)
+        self.epoch = self.batch = 0
+        self.sums = _Sums(self.device)
+        self.accuracies: list[float] = []
+        self.checkpoint_seconds = checkpoint_seconds
+        self.events = Events(folder.path) if tensorboard else None
+        if not folder.exists:
+            folder.begin(config, {**provenance(command, self.device), "data_notes": list(self.inputs.notes)})
+        self._restore()
+
+    @property
+    def steps_per_epoch(self) -> int:
+        return len(self.inputs.train)
+
+    @property
+    def step(self) -> int:
+        """Steps taken."""
+        return self.epoch * self.steps_per_epoch + self.batch
+
+    def run(self, watch: Watcher | None) -> dict[str, Any]:
+        """Train to the end, or until a signal asks to stop."""
+        status = "finished"
+        with Interruption() as interruption:
+            self.saved = self.watched = time.monotonic()
+            while self.epoch < self.config.epochs:
+                self._train_epoch(interruption, watch)
+                if not self._end_epoch():
+                    status = "diverged"
+                    break
+            result = self._result(status)
+            self.folder.end(self.model.state_dict(), result)
+        return result
+
+    def _train_epoch(self, interruption: Interruption, watch: Watcher | None) -> None:
+        self.model.train()
+        batches = self.inputs.train.epoch(self.epoch, start=self.batch)
+        while True:
+            with self.clock.part("data"):
+                batch = next(batches, None)
+            if batch is None:
+                return
+            self._step(*batch)
+            self.batch += 1
+            self._tell(watch)
+            if interruption.number is not None:
+                self._save()
+                raise Interrupted(
+                    f"stopped and saved at step {self.step}; tekfac train --resume {self.folder.path} goes on",
+                    interruption.number,
+                )
+            if time.monotonic() - self.saved >= self.checkpoint_seconds and self.batch < self.steps_per_epoch:
+                self._save()
+
+    def _step(self, inputs: Tensor, labels: Tensor) -> None:
+        steps = self.config.epochs * self.steps_per_epoch
+        factor = learning_rate_factor(self.config, self.epoch, self.step, steps)
+        for group, rate in zip(self.optimizer.param_groups, self.base_rates, strict=True):
+            group["lr"] = rate * factor
+        with self.clock.part("update"):
+            self.optimizer.zero_grad()
+        with self.clock.part("forward"):
+            outputs = self.model(inputs)
+            loss = F.cross_entropy(outputs, labels)
+        with self.clock.part("backward"):
+            loss.backward()  # type: ignore[no-untyped-call]
+        with self.clock.part("update"):
+            self.optimizer.step()
+        self.sums.add(loss.detach(), outputs.detach(), labels)
+
+    def _end_epoch(self) -> bool:
+        """Test, log and save; whether it makes sense to go on."""
+        test = evaluate(self.model, self.inputs.test, self.device)
+        train_loss, train_accuracy = self.sums.means()
+        step, lr = self.step, self.optimizer.param_groups[0]["lr"]
+        self.epoch, self.batch, self.sums = self.epoch + 1, 0, _Sums(self.device)
+        self.accuracies.append(test.accuracy)
+        skipped = self.optimizer.skipped_steps if isinstance(self.optimizer, NaturalGradient) else 0
+        row = {
+            "epoch": self.epoch,
+            "step": step,
+            "train_loss": _finite(train_loss),
+            "train_accuracy": train_accuracy,
+            "test_loss": _finite(test.loss),
+            "test_accuracy": test.accuracy,
+            "lr": lr,
+            "seconds": self.clock.total,
+            **self.clock.seconds,
+            "skipped_steps": skipped,
+        }
+        layers = self._curvature_rows()
+        self.folder.append("epochs.jsonl", [row])
+        self.folder.append("curvature.jsonl", layers)
+        self.folder.write_table()
+        if self.events is not None:
+            self.events.write(row, layers)
+        if time.monotonic() - self.saved >= self.checkpoint_seconds:
+            self._save()
+        return math.isfinite(train_loss) and math.isfinite(test.loss)
+
+    def _curvature_rows(self) -> list[dict[str, Any]]:
+        if not isinstance(self.optimizer, NaturalGradient):
+            return []
+        where = {"epoch": self.epoch, "step": self.step}
+        stale = self.optimizer.steps_since_refresh
+        return [
+            {
+                **where,
+                "layer": name,
+                "trace": _finite(signals.trace),
+                "damping": _finite(signals.damping),
+                "condition": _finite(signals.condition),
+                "staleness": stale,
+                "failed_refreshes": signals.failed_refreshes,
+            }
+            for name, signals in self.optimizer.signals().items()
+        ]
+
+    def _tell(self, watch: Watcher | None) -> None:
+        now = time.monotonic()
+        if watch is None or (now - self.watched < WATCH_SECONDS and self.batch < self.steps_per_epoch):
+            return
+        self.watched = now
+        accuracy = self.accuracies[-1] if self.accuracies else None
+        steps = self.config.epochs * self.steps_per_epoch
+        watch(Progress(self.step, steps, self.epoch + 1, self.sums.means()[0], accuracy))
+
+    def _result(self, status: str) -> dict[str, Any]:
+        last = self.folder.rows("epochs.jsonl")[-1]
+        told = (
+            "step",
+            "train_loss",
+            "train_accuracy",
+            "test_loss",
+            "test_accuracy",
+            "seconds",
+            "skipped_steps",
+        )
+        return {
+            "status": status,
+            "epochs": self.epoch,
+            **{key: last[key] for key in told},
+            "best_test_accuracy": max(self.accuracies),
+            "parameters": models.count_parameters(self.model),
+        }
+
+    # -- checkpoints -----------------------------------------------------------------------------------
+
+    def _save(self) -> None:
+        generators = {"cpu": torch.get_rng_state()}
+        if self.device.type == "cuda":
+            generators["cuda"] = torch.cuda.get_rng_state(self.device)
+        self.folder.save(
+            {
+                "model": self.model.state_dict(),
+                "optimizer": self.optimizer.state_dict(),
+                "epoch": self.epoch,
+                "batch": self.batch,
+                "sums": self.sums.state(),
+                "accuracies": self.accuracies,
+                "seconds": self.clock.seconds,
+                "generators": generators,
+            }
+        )
+        self.saved = time.monotonic()
+
+    def _restore(self) -> None:
+        state = self.folder.load()
+        if state is not None:
+            self.model.load_state_dict(state["model"])
+            self.optimizer.load_state_dict(state["optimizer"])
+            self.epoch, self.batch = state["epoch"], state["batch"]
+            self.sums.load(state["sums"])
+            self.accuracies = state["accuracies"]
+            self.clock.seconds = state["seconds"]
+            torch.set_rng_state(state["generators"]["cpu"])
+            if self.device.type == "cuda":
+                torch.cuda.set_rng_state(state["generators"]["cuda"], self.device)
+
+
+class _Sums:
+    """Loss and right answers of an epoch, added up on the device: reading them waits for it."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._loss = torch.zeros(
+            (), dtype=torch.float32 if device.type == "mps" else torch.float64, device=device
+        )
+        self._right = torch.zeros((), dtype=torch.int64, device=device)
+        self._count = 0
+
+    def add(self, loss: Tensor, outputs: Tensor, labels: Tensor) -> None:
+        """Of a batch: its mean loss [], outputs [N, C] and labels [N]."""
+        self._loss += loss.to(self._loss.dtype) * len(labels)
+        self._right += (outputs.argmax(1) == labels).sum()
+        self._count += len(labels)
+
+    def means(self) -> tuple[float, float]:
+        """Mean loss and share of right answers."""
+        return float(self._loss) / self._count, int(self._right) / self._count
+
+    def state(self) -> dict[str, Any]:
+        return {"loss": self._loss, "right": self._right, "count": self._count}
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        self._loss = state["loss"].to(self._loss.device)
+        self._right = state["right"].to(self._right.device)
+        self._count = state["count"]
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """Mean loss and share of right answers on a set of images."""
+
+    loss: float
+    accuracy: float
+
+
+def evaluate(model: nn.Module, batches: Batches, device: torch.device) -> Evaluation:
+    """Loss and accuracy in eval mode."""
+    model.eval()
+    sums = _Sums(device)
+    with torch.no_grad():
+        for inputs, labels in batches.epoch(0):
+            outputs = model(inputs)
+            sums.add(F.cross_entropy(outputs, labels), outputs, labels)
+    return Evaluation(*sums.means())
+
+
+def _require_same(run: RunFolder, config: RunConfig, resume: bool) -> None:
+    differences = run.config().differences(config)
+    if differences:
+        raise ValueError(
+            f"{str(run.path)!r} holds a run with another config ({'; '.join(differences)}). Choose "
+            "another folder, or resume it with its own."
+        )
+    if not resume:
+        raise ValueError(
+            f"{str(run.path)!r} already holds this run. Resume it (--resume), or choose another folder."
+        )
+
+
+@contextmanager
+def _messages(folder: Path) -> Iterator[None]:
+    """What the library logs goes to a file of the run."""
+    logger, handler = logging.getLogger("tekfac"), logging.FileHandler(folder / "messages.log", delay=True)
+    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
+    propagated = logger.propagate
+    logger.addHandler(handler)
+    logger.propagate = False
+    try:
+        yield
+    finally:
+        logger.removeHandler(handler)
+        logger.propagate = propagated
+        handler.close()
+
+
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None

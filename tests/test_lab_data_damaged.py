@@ -1,0 +1,313 @@
+"""Promise: damaged and hostile files are refused, and the error says why; nothing is run."""
+
+from __future__ import annotations
+
+import pickle
+import random
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from scipy.io import savemat
+
+from lab_data import python2_pickle, python3_pickle, random_images, write_set
+from tekfac.lab.data import Images, load
+from tekfac.lab.data.catalogue import CIFAR10, CIFAR100, SVHN
+from tekfac.lab.data.pickles import STAND_INS, read_pickle
+from tekfac.lab.data.svhn import images_in_mat
+
+
+class Runs:
+    """Pickles as a call of any function."""
+
+    def __init__(self, function: Any, *arguments: Any) -> None:
+        self.call = function, arguments
+
+    def __reduce__(self) -> Any:
+        return self.call
+
+
+def cifar10(folder: Path, first: bytes) -> Path:
+    """CIFAR-10 with other bytes in its first batch."""
+    write_set(CIFAR10, CIFAR10.layouts[0], folder)
+    (folder / "data_batch_1").write_bytes(first)
+    return folder
+
+
+# -- pickles --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("protocol", range(6))
+def test_a_pickle_that_runs_code_is_refused_and_nothing_runs(protocol: int, tmp_path: Path) -> None:
+    trace = tmp_path / "trace"
+    raw = pickle.dumps({b"data": Runs(Path.touch, trace), b"labels": [1]}, protocol=protocol)
+    pickle.loads(raw)
+    assert trace.exists(), "the pickle would run"
+    trace.unlink()
+    with pytest.raises(
+        ValueError, match=r"data_batch_1': it wants to run [\w.]+, which no file of images needs"
+    ):
+        load("cifar10", cifar10(tmp_path / "cifar", raw), allow_partial=True)
+    assert not trace.exists()
+
+
+@pytest.mark.parametrize(
+    ("raw", "wanted"),
+    [
+        (b"cos\nsystem\n(S'true'\ntR.", "os.system"),
+        (b"(S'true'\nios\nsystem\n.", "os.system"),
+        (b"\x80\x04\x8c\x02os\x8c\x06system\x93\x8c\x04true\x85R.", "os.system"),
+        (b"\x80\x02cbuiltins\neval\nU\x011\x85R.", "builtins.eval"),
+        (b"\x80\x02cnumpy\nload\nU\x011\x85R.", "numpy.load"),
+    ],
+)
+def test_the_error_names_what_the_file_wanted_to_run(raw: bytes, wanted: str, tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(raw)
+    with pytest.raises(ValueError, match=f"wants to run {wanted}, "):
+        read_pickle(tmp_path / "file")
+
+
+@pytest.mark.parametrize(
+    ("raw", "message"),
+    [
+        (b"\x80\x02U\x011Q.", "BINPERSID"),
+        (b"P1\n.", "PERSID"),
+        (b"\x80\x02\x82\x01.", "EXT1"),
+        (b"\x80\x02cnumpy\ndtype\n)\x81.", "NEWOBJ"),
+        (b"\x80\x02cnumpy\ndtype\nN}X\x01\x00\x00\x00aK\x01s\x86b.", "no attribute"),
+        (b"\x80\x02cnumpy\nndarray\n)R.", "it calls what"),
+        (b"\x80\x02)" + b"\x85" * 20_000 + b".", "more than 10000 tuples"),
+        (b"\x80\x02Nr\xff\xff\xff\x7f.", "numbers more things"),
+        (b"\x80\x02]q\x00.", "holds no dict"),
+        (b"\x80\x02}K\x01K\x02s.", "key of its dict is not text"),
+        (b"\x80\x02}.more", "4 bytes follow its end"),
+        (b"\x80\x02}", "cut off, after 2 of 3 bytes"),
+        (b"", "cut off, after 0 of 0 bytes"),
+    ],
+)
+def test_strange_pickles_are_refused(raw: bytes, message: str, tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(raw)
+    with pytest.raises(ValueError, match=message):
+        read_pickle(tmp_path / "file")
+
+
+def test_files_cannot_change_the_stand_ins(tmp_path: Path) -> None:
+    for stand_in in STAND_INS.values():
+        with pytest.raises(AttributeError):
+            stand_in.anything = 1  # type: ignore[attr-defined]
+        assert not isinstance(stand_in, type)
+
+
+@pytest.mark.parametrize("raw", [python2_pickle(random_images(2, 10)), python3_pickle(random_images(2, 10))])
+def test_no_cut_or_change_ends_in_another_error(raw: bytes, tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    chance = random.Random(0)
+    heads = [position for position in range(len(raw)) if position < 120 or position > len(raw) - 60]
+    for length in heads:
+        path.write_bytes(raw[:length])
+        with pytest.raises(ValueError, match="Cannot read"):
+            read_pickle(path)
+    refused = 0
+    for _ in range(300):
+        changed = bytearray(raw)
+        for _ in range(chance.randint(1, 4)):
+            changed[chance.choice(heads)] = chance.randrange(256)
+        path.write_bytes(changed)
+        try:
+            read_pickle(path)
+        except ValueError as error:
+            refused += str(error).startswith("Cannot read")
+    assert refused > 50
+    for _ in range(100):
+        path.write_bytes(chance.randbytes(chance.randint(0, 40)))
+        with pytest.raises(ValueError, match="Cannot read"):
+            read_pickle(path)
+
+
+@pytest.mark.parametrize(
+    ("batch", "message"),
+    [
+        ({b"labels": [1]}, "'data' in .* is missing"),
+        (
+            {b"data": np.zeros((1, 3071), np.uint8), b"labels": [1]},
+            r"is of shape \[1, 3071\]\. Expected \[N, 3072\]",
+        ),
+        ({b"data": np.zeros((1, 3072), np.float32), b"labels": [1]}, "another type than uint8"),
+        ({b"data": np.zeros((2, 3072), np.uint8, "F"), b"labels": [1, 1]}, "row by row"),
+        ({b"data": np.zeros((1, 3072), np.uint8)}, "labels 'labels' in .* are missing"),
+        ({b"data": np.zeros((1, 3072), np.uint8), b"labels": ["1"]}, "not small whole numbers"),
+        ({b"data": np.zeros((1, 3072), np.uint8), b"labels": [1, 2]}, "2 labels for 1 images"),
+        (
+            {b"data": np.zeros((1, 3072), np.uint8), b"labels": [10]},
+            "Image 0 of .* has label 10. Expected 0 to 9",
+        ),
+        ({b"data": np.zeros((1, 3072), np.uint8), b"labels": [-1]}, "has label -1"),
+        ({b"data": np.zeros((1, 3072), np.uint8), b"labels": [1 << 70]}, "not small whole numbers"),
+        ({b"data": np.zeros((0, 3072), np.uint8), b"labels": []}, "holds no images"),
+    ],
+)
+def test_batches_that_are_not_cifars_are_refused(batch: dict[bytes, Any], message: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=message):
+        load("cifar10", cifar10(tmp_path, pickle.dumps(batch, protocol=3)), allow_partial=True)
+
+
+def test_an_array_of_another_size_than_its_shape_is_refused(tmp_path: Path) -> None:
+    raw = python2_pickle(random_images(2, 10)).replace(b"M\x02\x00M\x00\x0c", b"M\x03\x00M\x00\x0c", 1)
+    with pytest.raises(ValueError, match=r"shape \[3, 3072\] has 6,144 bytes instead of 9,216"):
+        load("cifar10", cifar10(tmp_path, raw), allow_partial=True)
+
+
+# -- records, names and MATLAB --------------------------------------------------------------------------------
+
+
+def test_records_that_are_cut_off_are_refused_with_the_numbers(tmp_path: Path) -> None:
+    write_set(CIFAR100, CIFAR100.layouts[1], tmp_path)
+    path = tmp_path / "train.bin"
+    path.write_bytes(path.read_bytes()[:-1])
+    message = r"train\.bin' has 36,887 bytes, which is 11 records of 3,074 and 3,073 bytes more"
+    with pytest.raises(ValueError, match=message):
+        load("cifar100", tmp_path, allow_partial=True)
+    path.write_bytes(b"")
+    with pytest.raises(ValueError, match="is empty"):
+        load("cifar100", tmp_path, allow_partial=True)
+
+
+def test_records_with_other_labels_are_refused(tmp_path: Path) -> None:
+    write_set(CIFAR10, CIFAR10.layouts[1], tmp_path)
+    path = tmp_path / "data_batch_3.bin"
+    raw = bytearray(path.read_bytes())
+    raw[2 * 3073] = 77
+    path.write_bytes(raw)
+    with pytest.raises(ValueError, match=r"Image 2 of .*data_batch_3\.bin' has label 77"):
+        load("cifar10", tmp_path, allow_partial=True)
+
+
+def test_names_that_are_not_as_many_as_classes_are_refused(tmp_path: Path) -> None:
+    write_set(CIFAR100, CIFAR100.layouts[1], tmp_path)
+    (tmp_path / "fine_label_names.txt").write_text("one\ntwo\n")
+    with pytest.raises(ValueError, match=r"names 2 classes\. Expected 100"):
+        load("cifar100", tmp_path, allow_partial=True)
+    write_set(CIFAR100, CIFAR100.layouts[0], tmp_path)
+    (tmp_path / "meta").write_bytes(pickle.dumps({}))
+    with pytest.raises(ValueError, match="no list of names 'fine_label_names'"):
+        load("cifar100", tmp_path, allow_partial=True)
+
+
+@pytest.mark.parametrize(
+    ("variables", "message"),
+    [
+        ({"X": np.zeros((32, 32, 3, 2), np.uint8)}, "has no y"),
+        (
+            {"X": np.zeros((32, 32, 2, 2), np.uint8), "y": np.ones((2, 1), np.uint8)},
+            r"of shape \[32, 32, 2, 2\]",
+        ),
+        ({"X": np.zeros((32, 32, 3, 2)), "y": np.ones((2, 1), np.uint8)}, r"is torch\.float64 of shape"),
+        (
+            {"X": np.zeros((32, 32, 3, 2), np.uint8), "y": np.ones((3, 1), np.uint8)},
+            "3 labels for 2 images",
+        ),
+        (
+            {"X": np.zeros((32, 32, 3, 2), np.uint8), "y": np.full((2, 1), 11)},
+            "are 11 to 11. Expected whole numbers from 1 to 10",
+        ),
+        (
+            {"X": np.zeros((32, 32, 3, 2), np.uint8), "y": np.zeros((2, 1), np.uint8)},
+            "are 0 to 0. Expected whole",
+        ),
+    ],
+)
+def test_matlab_files_that_are_not_svhns_are_refused(
+    variables: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    write_set(SVHN, SVHN.layouts[0], tmp_path)
+    savemat(tmp_path / "train_32x32.mat", variables)
+    with pytest.raises(ValueError, match=message):
+        load("svhn", tmp_path, allow_partial=True)
+
+
+@pytest.mark.parametrize("compressed", [True, False])
+def test_no_cut_or_change_of_a_matlab_file_ends_in_another_error(compressed: bool, tmp_path: Path) -> None:
+    """Nor in a crash, as it does in SciPy."""
+    path = tmp_path / "file.mat"
+    images = np.arange(32 * 32 * 3 * 2, dtype=np.uint8).reshape(32, 32, 3, 2)
+    savemat(path, {"X": images, "y": np.ones((2, 1), np.uint8)}, do_compression=compressed)
+    raw = path.read_bytes()
+    chance = random.Random(0)
+    ends = [position for position in range(len(raw)) if position < 220 or position > len(raw) - 90]
+    refused = 0
+    for _ in range(400):
+        changed = bytearray(raw[: chance.choice(ends)] if chance.random() < 0.2 else raw)
+        for _ in range(chance.randint(1, 4)):
+            position = chance.choice(ends)
+            changed[position : position + 1] = chance.randbytes(1)
+        path.write_bytes(changed)
+        try:
+            images_in_mat(path)
+        except ValueError as error:
+            refused += str(path) in str(error)
+    assert refused > 100
+
+
+@pytest.mark.parametrize("kept", [0, 100, 200, 5000])
+def test_a_matlab_file_that_is_cut_off_is_refused(kept: int, tmp_path: Path) -> None:
+    write_set(SVHN, SVHN.layouts[0], tmp_path)
+    path = tmp_path / "test_32x32.mat"
+    path.write_bytes(path.read_bytes()[:kept])
+    with pytest.raises(ValueError, match=r"test_32x32\.mat'"):
+        load("svhn", tmp_path, allow_partial=True)
+
+
+def test_a_compressed_array_without_its_checksum_is_refused(tmp_path: Path) -> None:
+    savemat(tmp_path / "file.mat", {"X": np.zeros((32, 32, 3, 2), np.uint8)}, do_compression=True)
+    raw = bytearray((tmp_path / "file.mat").read_bytes()[:-4])
+    raw[132:136] = (len(raw) - 136).to_bytes(4, "little")
+    (tmp_path / "file.mat").write_bytes(raw)
+    with pytest.raises(ValueError, match="a compressed array is cut off or too large"):
+        images_in_mat(tmp_path / "file.mat")
+
+
+def test_one_image_is_a_set_too(tmp_path: Path) -> None:
+    """MATLAB drops a last axis of length one."""
+    write_set(SVHN, SVHN.layouts[0], tmp_path, count=1)
+    assert len(load("svhn", tmp_path, allow_partial=True).train) == 1
+
+
+# -- what the user says ---------------------------------------------------------------------------------------
+
+
+def test_an_unknown_name_suggests_the_nearest(tmp_path: Path) -> None:
+    with pytest.raises(
+        ValueError, match=r"no data set 'CIFAR-10'\. Expected cifar10, .*Did you mean 'cifar10'\?"
+    ):
+        load("CIFAR-10", tmp_path)
+    with pytest.raises(ValueError, match=r"Expected cifar10, cifar100, svhn, digits, folder\.$"):
+        load("zzz", tmp_path)
+
+
+def test_a_folder_without_the_set_is_refused_with_advice(tmp_path: Path) -> None:
+    with pytest.raises(
+        FileNotFoundError, match=r"no files of svhn, such as svhn/train_32x32\.mat.*data fetch svhn"
+    ):
+        load("svhn", tmp_path)
+    with pytest.raises(FileNotFoundError, match="does not exist"):
+        load("svhn", tmp_path / "nothing")
+    (tmp_path / "file").touch()
+    with pytest.raises(FileNotFoundError, match="is a file"):
+        load("svhn", tmp_path / "file")
+
+
+def test_sizes_are_for_folders_alone() -> None:
+    with pytest.raises(ValueError, match="--image-size is for the data set 'folder'"):
+        load("digits", image_size=4)
+
+
+def test_images_are_checked() -> None:
+    pixels = torch.zeros(2, 1, 3, 3, dtype=torch.uint8)
+    with pytest.raises(ValueError, match=r"Pixels are torch\.float32 of shape"):
+        Images(pixels.float(), torch.zeros(2, dtype=torch.int64))
+    with pytest.raises(
+        ValueError, match=r"Labels are torch\.int64 of shape \[3\]\. Expected torch\.int64 of shape \[2\]"
+    ):
+        Images(pixels, torch.zeros(3, dtype=torch.int64))

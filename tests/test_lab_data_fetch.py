@@ -1,0 +1,180 @@
+"""Promise: files are fetched once, resumed where they stopped, and kept only if they are the official ones."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from lab_data import Server, archive, contents, parts, serving
+from tekfac.lab.data import load
+from tekfac.lab.data.catalogue import CIFAR10, SVHN, Download, Layout
+from tekfac.lab.data.downloads import download
+from tekfac.lab.data.fetching import fetch, fetch_layout, is_complete
+
+BODY = bytes(range(256)) * 4096
+HALF = len(BODY) // 2
+
+
+@pytest.fixture(autouse=True)
+def no_proxy(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("no_proxy", "127.0.0.1")
+
+
+def md5(raw: bytes) -> str:
+    return hashlib.md5(raw, usedforsecurity=False).hexdigest()
+
+
+def of(server: Server, body: bytes = BODY) -> Download:
+    return Download(f"{server.address}/file.bin", md5(body))
+
+
+# -- one file -------------------------------------------------------------------------------------------------
+
+
+def test_a_file_is_fetched_whole_and_only_once(tmp_path: Path) -> None:
+    with serving({"file.bin": BODY}) as server:
+        assert download(of(server), tmp_path / "new") == tmp_path / "new" / "file.bin"
+        assert download(of(server), tmp_path / "new").read_bytes() == BODY
+    assert server.asked == [None]
+    assert [path.name for path in (tmp_path / "new").iterdir()] == ["file.bin"]
+
+
+def test_a_connection_that_ends_early_is_gone_on_with(tmp_path: Path) -> None:
+    with serving({"file.bin": BODY}, stops_after=HALF) as server:
+        message = (
+            rf"ended after {HALF:,} of {len(BODY):,} bytes\. {HALF:,} bytes are kept; the next try goes on"
+        )
+        with pytest.raises(OSError, match=message):
+            download(of(server), tmp_path)
+        assert [path.name for path in tmp_path.iterdir()] == ["file.bin.part"]
+        server.stops_after = None
+        assert download(of(server), tmp_path).read_bytes() == BODY
+    assert server.asked == [None, f"bytes={HALF}-"]
+
+
+def test_a_server_that_knows_no_ranges_sends_everything(tmp_path: Path) -> None:
+    (tmp_path / "file.bin.part").write_bytes(BODY[:HALF])
+    with serving({"file.bin": BODY}, ranges=False) as server:
+        assert download(of(server), tmp_path).read_bytes() == BODY
+    assert server.asked == [f"bytes={HALF}-"]
+
+
+def test_a_server_that_sends_another_range_is_asked_for_everything(tmp_path: Path) -> None:
+    (tmp_path / "file.bin.part").write_bytes(BODY[:HALF])
+    with serving({"file.bin": BODY}, shifted=7) as server:
+        assert download(of(server), tmp_path).read_bytes() == BODY
+    assert server.asked == [f"bytes={HALF}-", None]
+
+
+def test_a_part_that_is_all_there_is_taken(tmp_path: Path) -> None:
+    (tmp_path / "file.bin.part").write_bytes(BODY)
+    with serving({"file.bin": BODY}) as server:
+        assert download(of(server), tmp_path).read_bytes() == BODY
+    assert server.asked == [f"bytes={len(BODY)}-"]
+
+
+@pytest.mark.parametrize(
+    "part", [b"x" * HALF, BODY + b"more", b"x" * len(BODY)], ids=["other", "longer", "as long"]
+)
+def test_a_part_of_another_file_is_started_over(part: bytes, tmp_path: Path) -> None:
+    (tmp_path / "file.bin.part").write_bytes(part)
+    with serving({"file.bin": BODY}) as server:
+        assert download(of(server), tmp_path).read_bytes() == BODY
+    assert server.asked == [f"bytes={len(part)}-", None]
+
+
+def test_another_file_than_the_official_one_is_removed(tmp_path: Path) -> None:
+    with (
+        serving({"file.bin": b"something else"}) as server,
+        pytest.raises(
+            ValueError, match=rf"checksum {md5(b'something else')}\. Expected {md5(BODY)}, the official"
+        ),
+    ):
+        download(of(server), tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_damaged_file_is_fetched_again(tmp_path: Path) -> None:
+    (tmp_path / "file.bin").write_bytes(b"damaged")
+    with serving({"file.bin": BODY}) as server:
+        assert download(of(server), tmp_path).read_bytes() == BODY
+
+
+def test_what_cannot_be_fetched_can_be_put_there_by_hand(tmp_path: Path) -> None:
+    with serving({}) as server:
+        message = (
+            rf"Cannot fetch {server.address}/file\.bin: Not Found\. .*hand and put it at '{tmp_path}/file\.bin'"
+        )
+        with pytest.raises(OSError, match=message):
+            download(of(server), tmp_path)
+    with pytest.raises(OSError, match=r"refused\. You may also fetch it by hand"):
+        download(of(server), tmp_path)
+    (tmp_path / "file.bin").write_bytes(BODY)
+    assert download(of(server), tmp_path) == tmp_path / "file.bin"
+
+
+# -- a data set -----------------------------------------------------------------------------------------------
+
+
+def published(server: Server, layout: Layout) -> Layout:
+    """The layout with the checksums of what the server has."""
+    sources = (
+        replace(one, address=f"{server.address}/{one.file}", md5=md5(server.files[one.file]))
+        for one in layout.downloads
+    )
+    return replace(layout, downloads=tuple(sources))
+
+
+@pytest.mark.parametrize("kind", ["python", "binary"])
+def test_an_archive_is_fetched_and_unpacked(kind: str, tmp_path: Path) -> None:
+    layout = CIFAR10.layout(kind)
+    files = contents(CIFAR10, layout, parts(CIFAR10, layout, 3))
+    packed = archive(tmp_path / "packed", {f"{layout.folder}/{name}": raw for name, raw in files.items()})
+    to = tmp_path / "to"
+    with serving({layout.downloads[0].file: packed.read_bytes()}) as server:
+        assert fetch_layout(published(server, layout), to, quiet=True) == to / layout.folder
+        assert len(load("cifar10", to, allow_partial=True).train) == 15
+        (to / layout.folder / "batches.meta").unlink(missing_ok=True)
+        fetch_layout(published(server, layout), to)
+    assert server.asked == [None], "the archive is kept, and unpacked again"
+    assert (to / layout.folder / layout.files[-1].name).is_file()
+
+
+def test_plain_files_are_fetched_into_the_official_folder(tmp_path: Path) -> None:
+    layout = SVHN.layouts[0]
+    files = contents(SVHN, layout, parts(SVHN, layout, 3))
+    with serving(files) as server:
+        fetch_layout(published(server, layout), tmp_path)
+    assert len(load("svhn", tmp_path, allow_partial=True).test) == 3
+
+
+def test_complete_sets_are_not_fetched_again(tmp_path: Path) -> None:
+    layout = CIFAR10.layout("binary")
+    small = replace(layout, files=tuple(replace(file, size=3 * 3073) for file in layout.files), downloads=())
+    for name, raw in contents(CIFAR10, layout, parts(CIFAR10, layout, 3)).items():
+        (tmp_path / layout.folder).mkdir(exist_ok=True)
+        (tmp_path / layout.folder / name).write_bytes(raw)
+    assert fetch_layout(small, tmp_path) == tmp_path / layout.folder
+    assert is_complete(small, tmp_path / layout.folder)
+    known = replace(small, files=(replace(small.files[0], md5="0"), *small.files[1:]))
+    assert not is_complete(known, tmp_path / layout.folder)
+    (tmp_path / layout.folder / "test_batch.bin").write_bytes(b"short")
+    assert not is_complete(small, tmp_path / layout.folder)
+
+
+def test_a_mirror_must_have_the_official_files(tmp_path: Path) -> None:
+    with serving({"cifar-10-binary.tar.gz": b"anything"}) as server:
+        with pytest.raises(ValueError, match=r"Expected c32a1d4ab5d03f1284b67883e8d87530, the official one"):
+            fetch("cifar10", tmp_path, layout="binary", mirror=f"{server.address}/")
+        with pytest.raises(OSError, match=r"cifar-10-python\.tar\.gz: Not Found"):
+            fetch("cifar10", tmp_path, mirror=server.address)
+
+
+def test_what_is_not_published_cannot_be_fetched(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"'digits' has no official files: .* come with scikit-learn"):
+        fetch("digits", tmp_path)
+    with pytest.raises(ValueError, match=r"svhn has no layout 'binary'\. Expected mat"):
+        fetch("svhn", tmp_path, layout="binary")
