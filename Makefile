@@ -3,18 +3,25 @@ PYTHON ?= python3
 VENV := .venv
 REFEREES := .venv-referees
 BIN := $(VENV)/bin
+SUDO := $(shell [ "$$(id -u)" = 0 ] || echo sudo)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint format referees clean
+.PHONY: help demo test test-browser lint format referees clean
 
 help:  ## This list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
 
-demo: $(VENV)/ready  ## Train on digits with six optimizers, three seeds, and print the table (about 2 minutes)
-	$(BIN)/python benchmarks/digits.py
+demo: $(VENV)/ready  ## Train on digits with six optimizers, three seeds; the report is build/demo/report.html
+	rm -rf build/demo
+	$(BIN)/tekfac compare --out build/demo
 
 test: $(VENV)/ready  ## The tests
 	$(BIN)/python -m pytest -n 2 tests
+
+test-browser: $(VENV)/ready  ## The test that opens a report in headless Chromium (Debian's, installed if need be)
+	command -v chromium > /dev/null || { $(SUDO) apt-get update && \
+		$(SUDO) apt-get install -y --no-install-recommends chromium; }
+	$(BIN)/python -m pytest tests/test_lab_report_browser.py
 
 lint: $(VENV)/ready  ## Style and types
 	$(BIN)/ruff check .
@@ -36,7 +43,7 @@ clean:  ## Remove the environments and caches
 $(VENV)/ready: pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; v = sys.version_info[:2]; sys.exit(v < (3, 11) and f"tekfac needs Python 3.11 or newer; {sys.executable} is {v[0]}.{v[1]}. Set PYTHON=/path/to/python3.11")'
 	$(PYTHON) -m venv --clear $(VENV)
-	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[demo,test,lint]'
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[lab,test,lint]'
 	@touch $@
 
 # Every version is pinned and --no-deps is meant: two of the packages ask for a torchvision that they do

@@ -13,19 +13,20 @@ DIR holds CIFAR-10's python batches (data_batch_1 ... test_batch).
 from __future__ import annotations
 
 import argparse
+import tempfile
+from dataclasses import replace
 from pathlib import Path
 from statistics import mean, stdev
 
 import torch
 
-import cifar10
-import tekfac
 from provenance import provenance
 from tekfac.damping import BETA_READINGS, BetaReading
-from training import Data, cnn, train
+from tekfac.lab.config import RunConfig
+from tekfac.lab.training import train
 
 SETTINGS: tuple[tuple[float, float | None], ...] = ((1e-3, None), (1e-2, None), (1e-1, 1e-3))
-METHODS = {"TKFAC": tekfac.TKFAC, "TEKFAC": tekfac.TEKFAC}
+METHODS = ("TKFAC", "TEKFAC")
 
 
 def main() -> None:
@@ -39,15 +40,16 @@ def main() -> None:
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     made_by = provenance(arguments.seeds)
-    images, labels = cifar10.load(arguments.data_dir, train=True)
-    data = Data(
-        images[: arguments.images], labels[: arguments.images], *cifar10.load(arguments.data_dir, train=False)
+    task = RunConfig(
+        data="cifar10",
+        data_dir=str(arguments.data_dir),
+        train_samples=arguments.images,
+        augment=False,
+        model="cnn",
+        epochs=arguments.epochs,
+        schedule="cosine",
     )
-    rows = [
-        row(name, reading, data, arguments.epochs, arguments.seeds)
-        for name in METHODS
-        for reading in BETA_READINGS
-    ]
+    rows = [row(name, reading, task, arguments.seeds) for name in METHODS for reading in BETA_READINGS]
     header = ["method", "beta"] + [
         f"lr {lr:g}" + (f", kl_clip {clip:g}" if clip else "") for lr, clip in SETTINGS
     ]
@@ -66,24 +68,21 @@ def main() -> None:
         arguments.report.write_text(text)
 
 
-def row(name: str, reading: BetaReading, data: Data, epochs: int, seeds: list[int]) -> list[str]:
+def row(name: str, reading: BetaReading, task: RunConfig, seeds: list[int]) -> list[str]:
     """One line of the table: a reading under every setting."""
     cells = [name, reading]
     for lr, clip in SETTINGS:
-        accuracies = []
-        for seed in seeds:
-            curve = train(
-                lambda: cnn(3, 10, 32),
-                lambda model, lr=lr, clip=clip: METHODS[name](model, lr=lr, beta=reading, kl_clip=clip),
-                data,
-                epochs=epochs,
-                batch_size=128,
-                seed=seed,
-            )
-            accuracies.append(100 * curve.accuracy[-1])
+        config = replace(task, optimizer=name.lower(), lr=lr, options={"beta": reading, "kl_clip": clip})
+        accuracies = [100 * final_accuracy(replace(config, seed=seed)) for seed in seeds]
         cells.append(f"{mean(accuracies):.1f} ± {stdev(accuracies):.1f}")
         print(name, reading, f"lr={lr:g} kl_clip={clip}", cells[-1], flush=True)
     return cells
+
+
+def final_accuracy(config: RunConfig) -> float:
+    """Test accuracy after the last epoch of a run that leaves nothing behind."""
+    with tempfile.TemporaryDirectory() as folder:
+        return float(train(config, Path(folder))["test_accuracy"])
 
 
 if __name__ == "__main__":

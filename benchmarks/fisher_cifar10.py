@@ -27,10 +27,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-import cifar10
 from provenance import provenance
-from resnet import resnet
 from tekfac import fisher
+from tekfac.lab import data as lab_data
+from tekfac.lab.models import resnet20_he
 
 METHOD, FISHER, BATCH, SEED = "tekfac", "sampled", 128, 0
 
@@ -39,15 +39,22 @@ class Batches:
     """Images kept as bytes, turned into numbers batch by batch, in order."""
 
     def __init__(self, folder: Path, images: int) -> None:
-        pixels, labels = cifar10.load_pixels(folder, train=True)
-        self._pixels, self._labels = pixels[:images].clone(), labels[:images]
+        data = lab_data.load("cifar10", folder)
+        self._batches = lab_data.Batches(
+            data.train.part(images),
+            mean=data.mean,
+            std=data.std,
+            batch_size=BATCH,
+            seed=SEED,
+            augment=False,
+            shuffle=False,
+        )
 
     def __len__(self) -> int:
-        return -(-len(self._labels) // BATCH)
+        return len(self._batches)
 
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
-        for pixels, labels in zip(self._pixels.split(BATCH), self._labels.split(BATCH), strict=True):
-            yield cifar10.normalised(pixels), labels
+        return self._batches.epoch(0)
 
 
 def main() -> None:
@@ -80,7 +87,7 @@ def main() -> None:
 def trained(folder: Path) -> dict[str, Tensor]:
     """ResNet20 after one epoch of SGD."""
     torch.manual_seed(SEED)
-    model = resnet(20)
+    model = resnet20_he(3, 10)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=1e-4)
     for images, labels in Batches(folder, 50_000):
         optimizer.zero_grad()
@@ -91,7 +98,7 @@ def trained(folder: Path) -> dict[str, Tensor]:
 
 def estimate(data: Path, images: int, where: Path) -> None:
     """What a process does: estimate, save, and note its peak of memory."""
-    model = resnet(20)
+    model = resnet20_he(3, 10)
     model.load_state_dict(torch.load(where.parent / "network.pt", weights_only=True))
     start = time.perf_counter()
     blocks = fisher.estimate(

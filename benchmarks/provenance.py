@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import platform
 import shlex
-import subprocess
 import sys
 from collections.abc import Sequence
 from datetime import UTC, datetime
@@ -12,15 +11,17 @@ from pathlib import Path
 
 import torch
 
+from tekfac.lab.provenance import commit, machine
+
 
 def provenance(seeds: Sequence[int]) -> str:
     """A Markdown list that says how to get the same result again."""
     command = " ".join(["python", _script(), *map(shlex.quote, _arguments())])
     lines = [
         f"command: `{command}`",
-        f"commit: `{_commit()}`",
+        f"commit: `{commit()}`",
         f"seeds: {', '.join(map(str, seeds))}",
-        f"machine: {_cpu()}, {torch.get_num_threads()} threads, {platform.system()}",
+        f"machine: {machine(torch.device('cpu'))}, {torch.get_num_threads()} threads",
         f"versions: Python {platform.python_version()}, torch {torch.__version__}",
         f"date: {datetime.now(UTC):%Y-%m-%d}",
     ]
@@ -40,22 +41,3 @@ def _arguments() -> list[str]:
         if argument in ("--data-dir", "--report") and index + 1 < len(arguments):
             arguments[index + 1] = {"--data-dir": "DIR", "--report": "FILE"}[argument]
     return arguments
-
-
-def _commit() -> str:
-    def git(*arguments: str) -> str:
-        return subprocess.run(["git", *arguments], capture_output=True, text=True, check=True).stdout.strip()
-
-    try:
-        return git("rev-parse", "--short", "HEAD") + ("+changes" if git("status", "--porcelain", "src") else "")
-    except (OSError, subprocess.CalledProcessError):
-        return "unknown"
-
-
-def _cpu() -> str:
-    info = Path("/proc/cpuinfo")
-    if info.exists():
-        for line in info.read_text().splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    return platform.processor() or platform.machine()

@@ -204,7 +204,7 @@ def test_the_grid_of_the_paper_is_its_lists_of_settings() -> None:
 
 
 def test_the_small_grid_gives_every_optimizer_as_many_points() -> None:
-    assert {len(recipes.small_grid(name)) for name in COMPARED} == {4}
+    assert {len(recipes.small_grid(name)) for name in COMPARED} == {5}
 
 
 @pytest.mark.parametrize("name", COMPARED)

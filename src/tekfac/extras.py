@@ -7,12 +7,12 @@ from types import ModuleType
 
 EXTRA_OF = {
     "scipy": "fisher",
+    "numpy": "fisher",
     "safetensors": "fisher",
     "tqdm": "fisher",
     "matplotlib": "fisher",
-    "sklearn": "lab",
+    "sklearn": "fisher",
     "rich": "lab",
-    "numpy": "lab",
     "optuna": "lab",
     "tensorboard": "lab",
     "PIL": "lab",

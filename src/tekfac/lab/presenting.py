@@ -10,7 +10,7 @@ from tekfac.lab.console import output
 from tekfac.lab.report.rendering import Table, to_rich
 from tekfac.lab.report.runs import find_runs
 from tekfac.lab.report.summary import summarise
-from tekfac.lab.report.tables import Paper, comparison
+from tekfac.lab.report.tables import Paper, brief
 from tekfac.lab.report.writing import write_report
 
 if TYPE_CHECKING:
@@ -43,6 +43,6 @@ def present(
         command=command,
     )
     console = output()
-    for table in [*(comparison(summary) for summary in summarise(runs, target)), *extra_tables]:
+    for table in [*(brief(summary) for summary in summarise(runs, target)), *extra_tables]:
         console.print(to_rich(table))
     console.print(f"The page is {out / 'report.html'}", markup=False, soft_wrap=True)

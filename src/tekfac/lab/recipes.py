@@ -127,6 +127,11 @@ def start(optimizer: str) -> Point:
     }
 
 
+def in_small(optimizer: str) -> Point:
+    """For the small scale without tuning: the larger rate that a short run needs, and a clip (ours)."""
+    return {**start(optimizer), "lr": 0.1}
+
+
 def in_the_paper(optimizer: str) -> Point:
     """The paper's settings of a natural-gradient method; for others a usual rate, which is ours."""
     require_optimizer(optimizer)
@@ -157,16 +162,18 @@ def paper_grid(optimizer: str) -> list[Point]:
     return product(grid)
 
 
-SMALL_RATES = {"sgdm": (0.01, 0.03, 0.1, 0.3), "adam": (3e-4, 1e-3, 3e-3, 1e-2)}
+SMALL_RATES = {"sgdm": (0.003, 0.01, 0.03, 0.1, 0.3), "adam": (3e-4, 1e-3, 3e-3, 1e-2, 3e-2)}
+CLIPPED_RATES = (0.01, 0.03, 0.1, 0.3)
 
 
 def small_grid(optimizer: str) -> list[Point]:
-    """Four points for every optimizer; for natural gradients the paper's rate, and larger ones with a clip."""
+    """Five points for every optimizer; for natural gradients the paper's rate, and larger ones with a clip."""
     if optimizer not in NATURAL:
-        return [{"optimizer": optimizer, "lr": lr} for lr in SMALL_RATES[optimizer]]
+        rates = SMALL_RATES["adam" if optimizer.startswith("adam") else "sgdm"]
+        return [{"optimizer": optimizer, "lr": lr} for lr in rates]
     common = {"optimizer": optimizer, **every(optimizer, 20)}
     literal = {**common, "lr": 1e-3}
-    return [literal, *({**common, "lr": lr, "options.kl_clip": KL_CLIP} for lr in (0.03, 0.1, 0.3))]
+    return [literal, *({**common, "lr": lr, "options.kl_clip": KL_CLIP} for lr in CLIPPED_RATES)]
 
 
 def config(base: RunConfig, point: Point, **changes: Any) -> RunConfig:

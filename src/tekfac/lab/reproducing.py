@@ -43,7 +43,7 @@ class Wish:
         models: its networks.
         optimizers: its optimizers.
         seeds: how often every run is repeated.
-        tune: whether every optimizer gets the best of its grid of four points, by runs of half as many epochs.
+        tune: whether every optimizer gets the best of its grid of five points, by runs of half as many epochs.
         place: settings of where runs are computed and data lie, by name.
     """
 
@@ -102,7 +102,7 @@ def _literal(wish: Wish) -> dict[tuple[str, str, str], Point]:
 
 
 def _tuned(wish: Wish) -> dict[tuple[str, str, str], Point]:
-    """For every task and optimizer the best of its four points, on images held back from the training set."""
+    """For every task and optimizer the best of its five points, on images held back from the training set."""
     found: dict[tuple[str, str, str], Point] = {}
     for data in wish.data:
         for model in wish.models:
@@ -116,28 +116,30 @@ def _tuned(wish: Wish) -> dict[tuple[str, str, str], Point]:
 
 
 def table_vartheta(wish: Wish) -> Outcome:
-    """Accuracy by vartheta, at the paper's learning rate."""
-    points = {floor: _sensitive(trace_floor=floor) for floor in paper.VARTHETA}
+    """Accuracy by vartheta, at one learning rate."""
+    points = {floor: _sensitive(wish.scale, trace_floor=floor) for floor in paper.VARTHETA}
     return _by_setting(wish, points, paper.VARTHETA, "ϑ")
 
 
 def table_lr(wish: Wish) -> Outcome:
     """Accuracy by learning rate, at the paper's vartheta."""
-    points = {lr: _sensitive(lr=lr) for lr in paper.LEARNING_RATE}
+    points = {lr: _sensitive(wish.scale, lr=lr) for lr in paper.LEARNING_RATE}
     return _by_setting(wish, points, paper.LEARNING_RATE, "learning rate")
 
 
 def figure_sensitivity(wish: Wish) -> Outcome:
     """Accuracy over vartheta and learning rate, and the curves for every vartheta."""
-    points = [_sensitive(lr=lr, trace_floor=floor) for lr in paper.LEARNING_RATE for floor in paper.VARTHETA]
+    points = [_sensitive(wish.scale, lr, floor) for lr in paper.LEARNING_RATE for floor in paper.VARTHETA]
     task = wish.task(*SENSITIVE[:2])
     configs = recipes.configs(task, points, wish.seeds[:1] if wish.scale == "small" else wish.seeds)
     return Outcome(run_configs(configs, wish.out / "sensitivity", wish.manner, "Sensitivity"))
 
 
-def _sensitive(lr: float = 1e-3, trace_floor: float = 1e-2) -> Point:
-    point = recipes.in_the_paper(SENSITIVE[2])
-    return {**point, "lr": lr, "options.trace_floor": trace_floor}
+def _sensitive(scale: Scale, lr: float | None = None, trace_floor: float = 1e-2) -> Point:
+    """The paper's settings, or those for the small scale, but for what is varied."""
+    optimizer = SENSITIVE[2]
+    point = recipes.in_the_paper(optimizer) if scale == "paper" else recipes.in_small(optimizer)
+    return {**point, "lr": point["lr"] if lr is None else lr, "options.trace_floor": trace_floor}
 
 
 def _by_setting(wish: Wish, points: dict[float, Point], printed: dict[float, str], setting: str) -> Outcome:

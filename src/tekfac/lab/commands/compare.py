@@ -6,6 +6,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
+from tekfac.extras import require
 from tekfac.lab import recipes
 from tekfac.lab.commands import arguments
 from tekfac.lab.comparing import run_configs
@@ -66,6 +67,7 @@ def add_to(commands: Any) -> None:
 
 def run(options: argparse.Namespace) -> None:
     """Run everything, then report."""
+    require("matplotlib", "The report")
     names = arguments.optimizers(options)
     base = _base(options)
     points = _points(options, base, names)

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from tekfac.checks import require_choice
+from tekfac.extras import require
 from tekfac.lab import recipes
 from tekfac.lab.commands import arguments
 from tekfac.lab.presenting import present
@@ -25,7 +26,7 @@ Run the paper's experiments and put its numbers beside ours.
   all
 
 The scale "paper" is the real thing, for a GPU and days; "small" is the same code on a reduced budget: two CPU
-cores finish table-accuracy in under an hour. In the small scale every optimizer first gets the best of four
+cores finish table-accuracy in under an hour. In the small scale every optimizer first gets the best of five
 settings (--no-tune leaves that out). What was interrupted goes on when the same command is given again.
 """
 
@@ -57,7 +58,7 @@ def add_to(commands: Any) -> None:
     parser.add_argument(
         "--tune",
         action=argparse.BooleanOptionalAction,
-        help="the best of four settings for every optimizer, not the paper's (default: in the small scale)",
+        help="the best of five settings for every optimizer, not the paper's (default: in the small scale)",
     )
     arguments.add_optimizers(parser)
     arguments.add_jobs(parser)
@@ -67,6 +68,7 @@ def add_to(commands: Any) -> None:
 
 def run(options: argparse.Namespace) -> None:
     """Run, then report."""
+    require("matplotlib", "The report")
     require_choice("experiment", options.experiment, (*EXPERIMENTS, ALL))
     names = list(EXPERIMENTS) if options.experiment == ALL else [options.experiment]
     place = {

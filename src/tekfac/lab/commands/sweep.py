@@ -38,7 +38,7 @@ def add_to(commands: Any) -> None:
     parser.add_argument(
         "--grid",
         choices=recipes.SCALES,
-        help="the paper's grid (learning rates times damping or vartheta), or four points for every optimizer",
+        help="the paper's grid (learning rates times damping or vartheta), or five points for every optimizer",
     )
     parser.add_argument("--config", type=Path, metavar="FILE", help="a sweep of your own: TOML or JSON")
     parser.add_argument("--storage", metavar="URL", help="of the study (default: a SQLite file in the folder)")

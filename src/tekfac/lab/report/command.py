@@ -6,12 +6,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from tekfac.lab.console import output
-from tekfac.lab.report.rendering import to_rich
-from tekfac.lab.report.runs import find_runs
-from tekfac.lab.report.summary import summarise
-from tekfac.lab.report.tables import brief
-from tekfac.lab.report.writing import write_report
+from tekfac.lab.presenting import present
 
 DESCRIPTION = """\
 Turns the folders that `tekfac train` wrote into a report: one page to open in a browser, tables in Markdown and
@@ -48,9 +43,4 @@ def add_to(commands: Any) -> None:
 
 def run(options: argparse.Namespace) -> None:
     """Write the report, print its numbers in brief and where the page is."""
-    runs = find_runs(options.runs)
-    write_report(runs, options.out, title=options.title, target=options.target, command=options.command_line)
-    console = output()
-    for summary in summarise(runs, options.target):
-        console.print(to_rich(brief(summary)))
-    console.print(f"The page is {options.out / 'report.html'}", markup=False, soft_wrap=True)
+    present(options.runs, options.out, title=options.title, target=options.target, command=options.command_line)

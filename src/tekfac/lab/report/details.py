@@ -33,18 +33,23 @@ def runs_section(summaries: Sequence[TaskSummary]) -> str:
 
 
 def provenance_section(runs: Sequence[Run]) -> str:
+    """Where the runs come from."""
+    return f'<section id="provenance">\n<h2>Provenance</h2>\n{fact_list(origins(runs))}</section>\n'
+
+
+def origins(runs: Sequence[Run]) -> dict[str, str]:
     """Where the runs come from: whatever they recorded, each value once, and their seeds."""
     found: dict[str, dict[str, None]] = {}
     for run in runs:
         for name, value in _flat(run.provenance):
-            if name not in IN_RUNS:
+            if name not in IN_RUNS and value:
                 found.setdefault(name, {})[plain(value)] = None
     facts = {name: ", ".join(values) for name, values in found.items()}
     facts["seeds"] = ", ".join(dict.fromkeys(plain(run.seed) for run in runs))
     dates = sorted(str(run.provenance["date"]) for run in runs if "date" in run.provenance)
     if dates:
         facts["dates"] = dates[0] if dates[0] == dates[-1] else f"{dates[0]} to {dates[-1]}"
-    return f'<section id="provenance">\n<h2>Provenance</h2>\n{fact_list(facts)}</section>\n'
+    return facts
 
 
 def rerun_section(runs: Sequence[Run], command: str) -> str:

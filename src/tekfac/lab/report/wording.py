@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 
 from tekfac.lab.report.cells import count, duration, in_percent, median_of_all, reached
-from tekfac.lab.report.grouping import plain
+from tekfac.lab.report.grouping import differing, plain
 from tekfac.lab.report.names import display
 from tekfac.lab.report.summary import GroupSummary, TaskSummary
 
@@ -58,7 +58,7 @@ def comparison_notes(summary: TaskSummary) -> tuple[str, ...]:
         f"The target of {100 * summary.target:g}% is {summary.target_rule}. It is reached at the first epoch "
         "with that test accuracy: median over the runs that did, and how many these are if not all.",
     ]
-    return (*notes, *_no_epoch(summary.rows), *_repeated(summary.rows))
+    return (*notes, _settings(summary.rows), *_no_epoch(summary.rows), *_repeated(summary.rows))
 
 
 def time_notes(summary: TaskSummary) -> tuple[str, ...]:
@@ -114,6 +114,16 @@ def _best(summary: TaskSummary, named: bool) -> str:
 def _fastest(rows: Iterable[GroupSummary], get: Measure) -> tuple[str, float] | None:
     known = [(row.group.label, value) for row in rows if (value := get(row)) is not None]
     return min(known, key=lambda pair: pair[1], default=None)
+
+
+def _settings(rows: Sequence[GroupSummary]) -> str:
+    """What all groups of an optimizer have in common."""
+    said = []
+    for optimizer in dict.fromkeys(row.group.optimizer for row in rows):
+        own = [row.group.settings for row in rows if row.group.optimizer == optimizer]
+        common = {k: v for k, v in own[0].items() if k != "optimizer" and k not in differing(own) and v}
+        said.append(f"{display(optimizer)}: {', '.join(f'{k} {plain(v)}' for k, v in common.items())}")
+    return f"Settings. {'; '.join(said)}."
 
 
 def _no_epoch(rows: Iterable[GroupSummary]) -> list[str]:

@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from tekfac.lab.files import write_text
 from tekfac.lab.report import figures, tables
+from tekfac.lab.report.details import origins
 from tekfac.lab.report.drawing import Drawing, save, settle
 from tekfac.lab.report.page import Part, page
 from tekfac.lab.report.rendering import Table, to_csv, to_latex, to_markdown
 from tekfac.lab.report.runs import Run
 from tekfac.lab.report.sensitivity import swept
 from tekfac.lab.report.summary import TaskSummary, summarise
-from tekfac.lab.report.wording import alternative
+from tekfac.lab.report.wording import alternative, lead
 
 
 def write_report(
@@ -62,9 +63,10 @@ def write_report(
         settle(drawing.figure)
     made = [table for part in parts for table in part.tables]
     again = command or _command(runs, out, title, target)
+    facts = {"command": f"`{again}`", **origins(runs)}
     texts = {
         "report.html": page(title, summaries, parts, runs=runs, command=again, notes=notes),
-        "tables.md": f"# {title}\n\n" + "\n".join(map(to_markdown, made)),
+        "tables.md": _markdown(title, [lead(summaries), *notes], made, facts),
         "tables.tex": "% needs \\usepackage{booktabs}\n\n" + "\n".join(map(to_latex, made)),
         "summary.csv": to_csv(tables.numbers(summaries)),
     }
@@ -72,6 +74,13 @@ def write_report(
     for name, text in texts.items():
         write_text(out / name, text)
     return [*texts, *written]
+
+
+def _markdown(title: str, remarks: Sequence[str], made: Sequence[Table], facts: Mapping[str, str]) -> str:
+    """All tables, what is to be known before, and where they come from."""
+    listed = "\n".join(f"- {name}: {value}" for name, value in facts.items())
+    shown = "\n".join(map(to_markdown, made))
+    return "\n\n".join([f"# {title}", *remarks, shown, f"## Where this comes from\n\n{listed}\n"])
 
 
 def _task_part(summary: TaskSummary, name: str) -> Part:

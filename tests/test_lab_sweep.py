@@ -1,0 +1,206 @@
+"""Sweeps: every point once, resumed, shared by several processes, and searched by samplers."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tekfac.lab import sweeping
+from tekfac.lab.config import RunConfig
+from tekfac.lab.grids import Range, Search, Sweep, product
+from tekfac.lab.pool import Job, Manner
+from tekfac.lab.sweeping import best, read_base, read_trials, run_folder, sweep
+
+BASE = RunConfig(model="mlp", train_samples=200, held_back=100, epochs=1)
+GRID = Sweep("rates", BASE, tuple(product({"optimizer": ["sgdm", "adam"], "lr": [0.001, 0.01, 0.1]})))
+
+
+class Recorder:
+    """In place of the pool of processes: gives every run an accuracy, and notes what was asked for."""
+
+    def __init__(self, manner: Manner) -> None:
+        self.free = manner.processes
+        self.jobs: list[Job] = []
+        Recorder.latest = self
+
+    latest: Recorder
+    broken: str | None = None
+
+    def __enter__(self) -> Recorder:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        pass
+
+    def overall(self, description: str, total: int) -> Any:
+        return lambda done: None
+
+    def submit(self, job: Job) -> Any:
+        self.jobs.append(job)
+        self.free -= 1
+        return Outcome(job)
+
+    def wait(self, futures: Any, seconds: float | None = None) -> set[Any]:
+        done = {next(iter(futures))}
+        self.free += 1
+        return done
+
+
+class Outcome:
+    def __init__(self, job: Job) -> None:
+        self.job = job
+
+    def exception(self) -> BaseException | None:
+        return ValueError("a run broke.") if self.job.configs[0].optimizer == Recorder.broken else None
+
+    def result(self) -> list[dict[str, float]]:
+        return [{"test_accuracy": accuracy(config)} for config in self.job.configs]
+
+
+def accuracy(config: RunConfig) -> float:
+    return 0.5 + config.lr + 0.01 * config.seed + (0.001 if config.optimizer == "adam" else 0.0)
+
+
+@pytest.fixture
+def recorded(monkeypatch: pytest.MonkeyPatch) -> type[Recorder]:
+    monkeypatch.setattr(sweeping, "Pool", Recorder)
+    monkeypatch.setattr(Recorder, "broken", None)
+    return Recorder
+
+
+def tried(recorder: Recorder) -> list[tuple[str, float]]:
+    return [(job.configs[0].optimizer, job.configs[0].lr) for job in recorder.jobs]
+
+
+def test_every_point_is_tried_once_and_the_best_comes_first(tmp_path: Path, recorded: type[Recorder]) -> None:
+    trials = sweep(GRID, tmp_path, Manner(processes=2))
+    assert sorted(tried(recorded.latest)) == sorted((p["optimizer"], p["lr"]) for p in GRID.points)
+    assert trials[0].point == {"optimizer": "adam", "lr": 0.1}
+    assert [t.accuracy for t in trials] == sorted((t.accuracy for t in trials), reverse=True)
+    assert {name: trial.point["lr"] for name, trial in best(trials).items()} == {"adam": 0.1, "sgdm": 0.1}
+
+
+def test_what_is_done_is_not_done_again(tmp_path: Path, recorded: type[Recorder]) -> None:
+    first = sweep(GRID, tmp_path, Manner())
+    assert sweep(GRID, tmp_path, Manner()) == first
+    assert recorded.latest.jobs == []
+
+
+def test_the_mean_over_seeds_counts(tmp_path: Path, recorded: type[Recorder]) -> None:
+    plan = replace(GRID, seeds=(0, 1, 2))
+    trials = sweep(plan, tmp_path, Manner())
+    assert trials[0].accuracy == pytest.approx(0.5 + 0.1 + 0.01 + 0.001)
+    assert [config.seed for config in recorded.latest.jobs[0].configs] == [0, 1, 2]
+    assert len(set(trials[0].folders)) == 3
+
+
+def test_the_outcome_can_be_read_back(tmp_path: Path, recorded: type[Recorder]) -> None:
+    trials = sweep(GRID, tmp_path, Manner())
+    assert read_trials(tmp_path) == trials
+    assert read_base(tmp_path) == replace(BASE, held_back=0)
+    with pytest.raises(ValueError, match="holds no finished sweep"):
+        read_trials(tmp_path / "elsewhere")
+
+
+def test_runs_get_their_share_of_the_cores(
+    tmp_path: Path, recorded: type[Recorder], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tekfac.lab.pool.cores", lambda: 8)
+    sweep(GRID, tmp_path, Manner(processes=3))
+    assert {job.configs[0].threads for job in recorded.latest.jobs} == {2}
+
+
+def test_another_plan_is_refused_in_the_same_folder(tmp_path: Path, recorded: type[Recorder]) -> None:
+    sweep(GRID, tmp_path, Manner())
+    for other in (replace(GRID, base=replace(BASE, epochs=2)), replace(GRID, points=GRID.points[:2])):
+        with pytest.raises(ValueError, match="another plan"):
+            sweep(other, tmp_path, Manner())
+    sweep(replace(GRID, base=replace(BASE, device="cpu", threads=1)), tmp_path, Manner())
+
+
+def test_a_trial_that_fails_is_tried_again_and_the_others_are_kept(
+    tmp_path: Path, recorded: type[Recorder]
+) -> None:
+    recorded.broken = "adam"
+    with pytest.raises(ValueError, match="A trial failed: a run broke"):
+        sweep(GRID, tmp_path, Manner())
+    recorded.broken = None
+    assert len(sweep(GRID, tmp_path, Manner())) == 6
+    assert set(tried(recorded.latest)) == {("adam", 0.001), ("adam", 0.01), ("adam", 0.1)}
+
+
+def leave_running(plan: Sweep, folder: Path, owner: str, alive: float, storage: str | None = None) -> None:
+    """A trial as a process leaves it that was killed."""
+    study = sweeping._study(plan, folder, storage)
+    sweeping._enqueue_missing(study, plan)
+    trial = sweeping._next_trial(study, plan)
+    trial.set_user_attr("owner", owner)
+    trial.set_user_attr("alive", alive)
+
+
+@pytest.mark.parametrize("storage", [None, "journal"])
+def test_the_trial_of_a_dead_process_is_tried_again(
+    tmp_path: Path, recorded: type[Recorder], storage: str | None
+) -> None:
+    place = f"journal:{tmp_path / 'journal.log'}" if storage else None
+    tmp_path.joinpath("out").mkdir()
+    leave_running(GRID, tmp_path / "out", f"{socket.gethostname()}:{2**22 + 1}", time.time(), place)
+    assert len(sweep(GRID, tmp_path / "out", Manner(), place)) == 6
+    assert len(tried(recorded.latest)) == 6
+
+
+@pytest.mark.parametrize(
+    ("owner", "age", "taken"), [("elsewhere:1", 60, 5), ("elsewhere:1", 3600, 6), ("own", 0, 5)]
+)
+def test_the_trial_of_a_living_process_is_left_to_it(
+    tmp_path: Path, recorded: type[Recorder], owner: str, age: float, taken: int
+) -> None:
+    owner = f"{socket.gethostname()}:{os.getpid()}" if owner == "own" else owner
+    leave_running(GRID, tmp_path, owner, time.time() - age)
+    assert len(sweep(GRID, tmp_path, Manner())) == taken
+    assert len(tried(recorded.latest)) == taken
+
+
+def test_two_that_share_a_study_take_different_trials(tmp_path: Path) -> None:
+    one, two = (sweeping._study(GRID, tmp_path, None) for _ in range(2))
+    sweeping._enqueue_missing(one, GRID)
+    taken = []
+    for study in [one, two] * 3:
+        taken.append(sweeping._next_trial(study, GRID).user_attrs["point"])
+    assert sorted(taken) == sorted(json.dumps(point) for point in GRID.points)
+    assert sweeping._next_trial(one, GRID) is None
+
+
+@pytest.mark.parametrize("sampler", ["tpe", "random", "qmc"])
+@pytest.mark.filterwarnings("ignore:.*experimental.*")
+def test_a_search_draws_from_its_space(tmp_path: Path, recorded: type[Recorder], sampler: str) -> None:
+    space = {"lr": Range(1e-3, 0.1), "optimizer": ("sgdm", "adam"), "batch_size": Range(16, 64)}
+    plan = Sweep("search", BASE, search=Search(space, trials=7, sampler=sampler))
+    trials = sweep(plan, tmp_path, Manner())
+    assert len(trials) == 7
+    for trial in trials:
+        assert 1e-3 <= trial.point["lr"] <= 0.1
+        assert trial.point["optimizer"] in ("sgdm", "adam")
+        assert isinstance(trial.point["batch_size"], int)
+    more = replace(plan, search=Search(space, trials=9, sampler=sampler))
+    assert len(sweep(more, tmp_path, Manner())) == 9
+    assert len(recorded.latest.jobs) == 2
+
+
+def test_the_folder_of_a_run_is_named_after_what_is_computed(tmp_path: Path) -> None:
+    one = run_folder(tmp_path, BASE)
+    assert one == run_folder(tmp_path, replace(BASE, threads=2, data_dir="x"))
+    assert one != run_folder(tmp_path, replace(BASE, seed=1))
+    assert one.parent == tmp_path / "runs"
+
+
+def test_a_storage_that_cannot_be_opened_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="nowhere://"):
+        sweep(GRID, tmp_path, Manner(), "nowhere://")
