@@ -12,6 +12,12 @@ if TYPE_CHECKING:
     from rich.progress import Progress
 
 
+def require_reports() -> None:
+    """Say now, before any work is done, if a package is missing that its report will need."""
+    for package in ("rich", "matplotlib"):
+        require(package, "The lab")
+
+
 def output() -> Console:
     """Where results are printed."""
     return require("rich.console", "The lab").Console(highlight=False)  # type: ignore[no-any-return]

@@ -6,6 +6,8 @@ import multiprocessing
 import os
 import queue
 import signal
+import threading
+import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from dataclasses import dataclass, replace
@@ -177,22 +179,23 @@ def _hand_on(number: int, frame: FrameType | None) -> None:
 # -- in the processes ----------------------------------------------------------------------------------------
 
 _news: Any = None
-_parent = 0
-
-
-class OrphanedError(RuntimeError):
-    """The process that asked for the runs is gone."""
 
 
 def _begin(news: Any, parent: int) -> None:
-    global _news, _parent
-    _news, _parent = news, parent
+    """Take the queue for news, and make sure that this process does not outlive the one that began it."""
+    global _news
+    _news = news
+    threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
+
+
+def _end_with(parent: int) -> None:
+    while os.getppid() == parent:
+        time.sleep(POLL_SECONDS)
+    os._exit(1)  # whatever is half done: files are whole, and a run goes on from its checkpoint
 
 
 def _work(job: Job, manner: Manner) -> list[dict[str, Any]]:
     def watch(at: Progress) -> None:
-        if os.getppid() != _parent:
-            raise OrphanedError(f"process {_parent} is gone")
         _news.put((job.label, at))
 
     return [

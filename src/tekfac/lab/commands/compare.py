@@ -6,11 +6,11 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from tekfac.extras import require
 from tekfac.lab import recipes
 from tekfac.lab.commands import arguments
 from tekfac.lab.comparing import run_configs
 from tekfac.lab.config import RunConfig
+from tekfac.lab.console import require_reports
 from tekfac.lab.grids import Point
 from tekfac.lab.presenting import present
 from tekfac.lab.sweeping import best, read_base, read_trials
@@ -67,7 +67,7 @@ def add_to(commands: Any) -> None:
 
 def run(options: argparse.Namespace) -> None:
     """Run everything, then report."""
-    require("matplotlib", "The report")
+    require_reports()
     names = arguments.optimizers(options)
     base = _base(options)
     points = _points(options, base, names)

@@ -6,10 +6,10 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from tekfac.checks import require_choice
-from tekfac.extras import require
+from tekfac.checks import nearest, require_choice
 from tekfac.lab import recipes
 from tekfac.lab.commands import arguments
+from tekfac.lab.console import require_reports
 from tekfac.lab.presenting import present
 from tekfac.lab.reproducing import EXPERIMENTS, SCALE_NOTES, Wish, reproduce
 
@@ -68,8 +68,10 @@ def add_to(commands: Any) -> None:
 
 def run(options: argparse.Namespace) -> None:
     """Run, then report."""
-    require("matplotlib", "The report")
-    require_choice("experiment", options.experiment, (*EXPERIMENTS, ALL))
+    require_reports()
+    if options.experiment not in (*EXPERIMENTS, ALL):
+        hint = nearest(options.experiment, (*EXPERIMENTS, ALL))
+        raise ValueError(f"Unknown experiment: {options.experiment!r}.{hint}")
     names = list(EXPERIMENTS) if options.experiment == ALL else [options.experiment]
     place = {
         key: getattr(options, key) for key in ("data_dir", "allow_partial", "device", "threads", "workers")

@@ -6,6 +6,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
+from tekfac.lab.console import require_reports
 from tekfac.lab.presenting import present
 
 DESCRIPTION = """\
@@ -43,4 +44,5 @@ def add_to(commands: Any) -> None:
 
 def run(options: argparse.Namespace) -> None:
     """Write the report, print its numbers in brief and where the page is."""
+    require_reports()
     present(options.runs, options.out, title=options.title, target=options.target, command=options.command_line)

@@ -45,7 +45,7 @@ def origins(runs: Sequence[Run]) -> dict[str, str]:
             if name not in IN_RUNS and value:
                 found.setdefault(name, {})[plain(value)] = None
     facts = {name: ", ".join(values) for name, values in found.items()}
-    facts["seeds"] = ", ".join(dict.fromkeys(plain(run.seed) for run in runs))
+    facts["seeds"] = ", ".join(dict.fromkeys(plain(run.seed) for run in sorted(runs, key=lambda run: run.seed)))
     dates = sorted(str(run.provenance["date"]) for run in runs if "date" in run.provenance)
     if dates:
         facts["dates"] = dates[0] if dates[0] == dates[-1] else f"{dates[0]} to {dates[-1]}"
