@@ -16,7 +16,7 @@ demo: $(VENV)/ready  ## Train on digits with six optimizers, three seeds; the re
 	$(BIN)/tekfac compare --out build/demo
 
 test: $(VENV)/ready  ## The tests
-	$(BIN)/python -m pytest -n 2 tests
+	$(BIN)/python -m pytest -n 2 -rs tests
 
 test-browser: $(VENV)/ready  ## The test that opens a report in headless Chromium (Debian's, installed if need be)
 	command -v chromium > /dev/null || { $(SUDO) apt-get update && \

@@ -18,9 +18,14 @@ def run_configs(configs: Sequence[RunConfig], folder: Path, manner: Manner, desc
     """
     shared = [share(config, manner.processes) for config in configs]
     folders = [run_folder(folder, config) for config in shared]
+    several = len({(config.data, config.model) for config in configs}) > 1
     jobs = [
-        Job(f"{config.optimizer}, seed {config.seed} ({config.data}, {config.model})", (config,), (path,))
+        Job(f"{_task(config) if several else ''}{config.optimizer}, seed {config.seed}", (config,), (path,))
         for config, path in zip(shared, folders, strict=True)
     ]
     run_all(jobs, manner, description)
     return folders
+
+
+def _task(config: RunConfig) -> str:
+    return f"{config.data}, {config.model}, "

@@ -32,11 +32,10 @@ def progress(*columns: str, quiet: bool = False) -> Progress:
     console = require("rich.console", "The lab").Console(stderr=True)
     return bars.Progress(  # type: ignore[no-any-return]
         bars.TextColumn("{task.description}"),
-        bars.BarColumn(bar_width=24),
+        bars.BarColumn(bar_width=12),
         bars.MofNCompleteColumn(),
         *(bars.TextColumn("{task.fields[" + column + "]}") for column in columns),
-        bars.TimeElapsedColumn(),
-        bars.TimeRemainingColumn(),
+        bars.TimeRemainingColumn(compact=True, elapsed_when_finished=True),
         console=console,
         transient=True,
         disable=quiet or not sys.stderr.isatty(),

@@ -141,8 +141,8 @@ class Pool:
 
 def told(at: Progress) -> str:
     """The state of a run, for its bar."""
-    accuracy = "" if at.test_accuracy is None else f"  test {100 * at.test_accuracy:.1f}%"
-    return f"epoch {at.epoch}  loss {at.loss:.3f}{accuracy}"
+    accuracy = "" if at.test_accuracy is None else f", {100 * at.test_accuracy:.1f}%"
+    return f"epoch {at.epoch}, loss {at.loss:.3f}{accuracy}"
 
 
 def run_all(jobs: Sequence[Job], manner: Manner, description: str = "All runs") -> list[list[dict[str, Any]]]:
