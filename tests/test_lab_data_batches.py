@@ -60,11 +60,10 @@ def test_without_shuffling_the_order_is_that_of_the_images() -> None:
     assert torch.allclose(inputs, normalised(numbered().pixels), atol=1e-6)
 
 
-@pytest.mark.parametrize(("drop_last", "sizes"), [(False, [16, 16, 16, 16, 6]), (True, [16, 16, 16, 16])])
-def test_a_last_batch_that_is_not_full_is_kept_or_dropped(drop_last: bool, sizes: list[int]) -> None:
-    made = batches(drop_last=drop_last)
-    assert [len(batch[1]) for batch in made.epoch(0)] == sizes
-    assert len(made) == len(sizes)
+def test_a_last_batch_that_is_not_full_is_kept() -> None:
+    made = batches()
+    assert [len(batch[1]) for batch in made.epoch(0)] == [16, 16, 16, 16, 6]
+    assert len(made) == 5
 
 
 def test_images_keep_their_labels() -> None:
@@ -177,8 +176,6 @@ def test_bad_settings_are_refused() -> None:
         )
     with pytest.raises(ValueError, match="batch_size is 0 and workers -1"):
         batches(batch_size=0, workers=-1)
-    with pytest.raises(ValueError, match="No batch of 71 can be made of 70 images"):
-        batches(batch_size=71, drop_last=True)
     with pytest.raises(ValueError, match="Cannot start at batch 6 of an epoch of 5 batches"):
         batches().epoch(0, 6)
     with pytest.raises(IndexError, match="no batch 5 in an epoch of 5"):

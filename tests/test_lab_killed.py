@@ -123,7 +123,7 @@ def test_a_sweep_goes_on_after_it_was_killed(tmp_path: Path) -> None:
     process = tekfac(*sweep, "--out", "cut", folder=tmp_path)
     wait_for(lambda: len(finished(tmp_path / "cut")) >= 3, process)
     process.kill()
-    process.wait()
+    process.communicate()
     wait_for_silence(tmp_path / "cut")
     done = {path: (path / "result.json").stat().st_mtime_ns for path in finished(tmp_path / "cut")}
     assert 3 <= len(done) < 8

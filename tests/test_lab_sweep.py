@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import socket
 import time
 from dataclasses import replace
@@ -129,7 +128,7 @@ def test_a_trial_that_fails_is_tried_again_and_the_others_are_kept(
     tmp_path: Path, recorded: type[Recorder]
 ) -> None:
     recorded.broken = "adam"
-    with pytest.raises(ValueError, match="A trial failed: a run broke"):
+    with pytest.raises(ValueError, match="3 of the trials failed, the first with: a run broke"):
         sweep(GRID, tmp_path, Manner())
     recorded.broken = None
     assert len(sweep(GRID, tmp_path, Manner())) == 6
@@ -156,16 +155,77 @@ def test_the_trial_of_a_dead_process_is_tried_again(
     assert len(tried(recorded.latest)) == 6
 
 
-@pytest.mark.parametrize(
-    ("owner", "age", "taken"), [("elsewhere:1", 60, 5), ("elsewhere:1", 3600, 6), ("own", 0, 5)]
-)
-def test_the_trial_of_a_living_process_is_left_to_it(
-    tmp_path: Path, recorded: type[Recorder], owner: str, age: float, taken: int
+def test_the_trial_of_a_silent_machine_is_tried_again(tmp_path: Path, recorded: type[Recorder]) -> None:
+    leave_running(GRID, tmp_path, "elsewhere:1", time.time() - 3600)
+    assert len(sweep(GRID, tmp_path, Manner())) == 6
+    assert len(tried(recorded.latest)) == 6
+
+
+def test_the_trial_of_a_living_process_is_waited_for(
+    tmp_path: Path, recorded: type[Recorder], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    owner = f"{socket.gethostname()}:{os.getpid()}" if owner == "own" else owner
-    leave_running(GRID, tmp_path, owner, time.time() - age)
-    assert len(sweep(GRID, tmp_path, Manner())) == taken
-    assert len(tried(recorded.latest)) == taken
+    leave_running(GRID, tmp_path, "elsewhere:1", time.time() - 60)
+    waits = []
+
+    def sleep(seconds: float) -> None:
+        waits.append(seconds)
+        study = sweeping._study(GRID, tmp_path, None)
+        [trial] = [trial for trial in study.trials if trial.state.name == "RUNNING"]
+        study.tell(trial.number, 0.99)
+
+    monkeypatch.setattr(sweeping.time, "sleep", sleep)
+    trials = sweep(GRID, tmp_path, Manner())
+    assert (len(trials), trials[0].accuracy, len(waits)) == (6, 0.99, 1)
+    assert len(tried(recorded.latest)) == 5
+
+
+def test_a_trial_without_a_sign_of_life_yet_is_taken_for_living(tmp_path: Path) -> None:
+    study = sweeping._study(GRID, tmp_path, None)
+    sweeping._enqueue_missing(study, GRID)
+    study.ask()
+    sweeping._give_up_stale_trials(study, GRID)
+    assert [trial.state.name for trial in study.trials].count("RUNNING") == 1
+
+
+def test_a_point_that_two_processes_enqueue_is_tried_once(tmp_path: Path, recorded: type[Recorder]) -> None:
+    study = sweeping._study(GRID, tmp_path, None)
+    for _ in range(2):
+        for point in GRID.points:
+            study.enqueue_trial(dict(point), user_attrs={"point": json.dumps(dict(point))})
+    assert len(sweep(GRID, tmp_path, Manner())) == 6
+    assert len(tried(recorded.latest)) == 6
+
+
+def test_the_unfinished_point_of_a_search_is_tried_again(tmp_path: Path, recorded: type[Recorder]) -> None:
+    plan = Sweep("search", BASE, search=Search({"lr": Range(1e-3, 0.1)}, trials=3))
+    study = sweeping._study(plan, tmp_path, None)
+    trial = sweeping._next_trial(study, plan)
+    trial.set_user_attr("owner", f"{socket.gethostname()}:{2**22 + 1}")
+    trials = sweep(plan, tmp_path, Manner())
+    assert len(trials) == 3
+    assert json.loads(trial.user_attrs["point"])["lr"] in [trial.point["lr"] for trial in trials]
+    assert len({trial.point["lr"] for trial in trials}) == 3
+
+
+def test_a_search_in_which_all_fails_ends(tmp_path: Path, recorded: type[Recorder]) -> None:
+    recorded.broken = BASE.optimizer
+    plan = Sweep("search", BASE, search=Search({"lr": Range(1e-3, 0.1)}, trials=3))
+    with pytest.raises(ValueError, match="1 of the trials failed"):
+        sweep(plan, tmp_path, Manner())
+
+
+def test_a_point_without_an_optimizer_has_that_of_the_base(tmp_path: Path, recorded: type[Recorder]) -> None:
+    trials = sweep(Sweep("rates", BASE, ({"lr": 0.1},)), tmp_path, Manner())
+    assert list(best(trials)) == [BASE.optimizer]
+
+
+def test_a_setting_that_cannot_be_is_told_before_anything_is_run(
+    tmp_path: Path, recorded: type[Recorder]
+) -> None:
+    points = (*GRID.points, {"optimizer": "tekfac", "options.dampin": 0.1})
+    with pytest.raises(ValueError, match="dampin"):
+        sweep(replace(GRID, points=points), tmp_path, Manner())
+    assert not (tmp_path / "sweep.db").exists()
 
 
 def test_two_that_share_a_study_take_different_trials(tmp_path: Path) -> None:

@@ -6,6 +6,8 @@ import csv
 import json
 import math
 import os
+import pickle
+import resource
 import signal
 from dataclasses import replace
 from pathlib import Path
@@ -14,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 
+from lab_data import draw
 from tekfac.lab.config import RunConfig, read_plain
 from tekfac.lab.interruption import Interrupted
 from tekfac.lab.optimizers import FACTORIES, NATURAL
@@ -196,6 +199,71 @@ def test_a_folder_with_another_run_is_left_alone(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="already holds this run"):
         train(config_of("sgdm"), tmp_path)
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
+
+
+def test_a_run_on_other_images_is_not_taken_for_the_same(tmp_path: Path) -> None:
+    for folder, brightness in (("one", 10), ("other", 200)):
+        for label, name in enumerate(("a", "b")):
+            for number in range(10):
+                draw(tmp_path / folder / name / f"{number}.png", brightness + 20 * label + number, size=(8, 8))
+    config = config_of(
+        "sgdm", data="folder", data_dir=str(tmp_path / "one"), train_samples=None, test_samples=None
+    )
+    train(config, tmp_path / "run")
+    with pytest.raises(ValueError, match="holds a run with other images"):
+        train(replace(config, data_dir=str(tmp_path / "other")), tmp_path / "run", resume=True)
+    train(config, tmp_path / "run", resume=True)
+
+
+def test_a_run_of_another_source_is_not_taken_for_the_same(tmp_path: Path) -> None:
+    file = tmp_path / "other_nets.py"
+    file.write_text(
+        "from torch import nn\ndef make():\n    return nn.Sequential(nn.Flatten(), nn.Linear(64, 10))\n"
+    )
+    config = config_of("sgdm", model=f"{file}:make", model_options={})
+    train(config, tmp_path / "run")
+    file.write_text(file.read_text() + "# another one\n")
+    with pytest.raises(ValueError, match="other source code of the model"):
+        train(config, tmp_path / "run", resume=True)
+
+
+def test_a_run_goes_on_with_as_many_threads_as_it_began_with(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(Interrupted):
+        train(config_of("sgdm"), tmp_path, watch=interrupted_at(3))
+    used: list[int] = []
+    monkeypatch.setattr(torch, "set_num_threads", used.append)
+    train(replace(config_of("sgdm"), threads=2), tmp_path, resume=True)
+    assert used == [1]
+
+
+def test_what_a_killed_process_was_writing_is_removed(tmp_path: Path) -> None:
+    (tmp_path / "checkpoint.pt.123.unfinished").write_bytes(b"half")
+    train(config_of("sgdm"), tmp_path)
+    assert not list(tmp_path.glob("*.unfinished"))
+
+
+def test_an_interruption_can_be_sent_to_another_process() -> None:
+    sent = pickle.loads(pickle.dumps(Interrupted("stopped and saved", signal.SIGTERM)))
+    assert (str(sent), sent.status) == ("stopped and saved", 143)
+
+
+def test_a_log_that_cannot_be_written_is_left_as_it_was(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = RunFolder(tmp_path)
+    run.append("epochs.jsonl", [{"epoch": 1}])
+    before = (tmp_path / "epochs.jsonl").read_bytes()
+    monkeypatch.setattr(json, "dumps", lambda *arguments, **settings: "x" * 10**6)
+    limit = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, limit[1]))
+    try:
+        with pytest.raises(OSError, match="nothing is lost"):
+            run.append("epochs.jsonl", [{"epoch": 2}])
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+    assert (tmp_path / "epochs.jsonl").read_bytes() == before
 
 
 def test_two_processes_cannot_work_in_one_folder(tmp_path: Path) -> None:

@@ -34,7 +34,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except KeyboardInterrupt as interrupt:
-        print(f"tekfac: {interrupt or 'interrupted'}", file=sys.stderr)
+        print(f"tekfac: {str(interrupt) or 'interrupted'}", file=sys.stderr)
         return getattr(interrupt, "status", 130)
     except Exception as error:
         if options.debug:

@@ -8,6 +8,7 @@ from pathlib import Path
 from tekfac.lab.config import RunConfig
 from tekfac.lab.pool import Job, Manner, run_all, share
 from tekfac.lab.sweeping import run_folder
+from tekfac.lab.training import check_all
 
 
 def run_configs(configs: Sequence[RunConfig], folder: Path, manner: Manner, description: str) -> list[Path]:
@@ -23,6 +24,7 @@ def run_configs(configs: Sequence[RunConfig], folder: Path, manner: Manner, desc
         Job(f"{_task(config) if several else ''}{config.optimizer}, seed {config.seed}", (config,), (path,))
         for config, path in zip(shared, folders, strict=True)
     ]
+    check_all(configs)
     run_all(jobs, manner, description)
     return folders
 

@@ -23,6 +23,12 @@ SCHEDULES: tuple[Schedule, ...] = ("step", "cosine", "constant")
 PLACE = ("data_dir", "device", "threads", "workers")
 """Settings that say where and how a run is computed, not what."""
 
+OF_DATA = ("data", "data_dir", "allow_partial", "train_samples", "test_samples", "held_back", "image_size")
+"""Settings that say what is trained and tested on."""
+
+OF_OPTIMIZER = ("optimizer", "lr", "momentum", "weight_decay")
+"""Settings of the optimizer that all of them share; the others are its options."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class RunConfig:
@@ -35,7 +41,8 @@ class RunConfig:
         allow_partial: whether a part of a data set will do.
         train_samples: train on so many images; None for all.
         test_samples: test on so many images; None for all.
-        held_back: images of the training set that are tested on instead of the test set, for tuning.
+        held_back: images of the training set that are tested on instead of the test set, for tuning: how many,
+            or, below 1, which share of them.
         augment: random crops and flips; None for what is usual for the data.
         image_size: edge that images are brought to; None for their own.
         model: a name of tekfac.lab.models, or module:function.
@@ -63,7 +70,7 @@ class RunConfig:
     allow_partial: bool = False
     train_samples: int | None = None
     test_samples: int | None = None
-    held_back: int = 0
+    held_back: int | float = 0
     augment: bool | None = None
     image_size: int | None = None
     model: str = "cnn"
@@ -97,6 +104,11 @@ class RunConfig:
         _require(0 < self.lr < math.inf, "lr", self.lr, "a positive number")
         _require(0 < self.decay_factor <= 1, "decay_factor", self.decay_factor, "a number in (0, 1]")
         require_choice("schedule", self.schedule, SCHEDULES)
+        for name in OF_OPTIMIZER:
+            if name in self.options:
+                raise ValueError(
+                    f"Invalid options: {name!r} is a setting of its own. Set it beside the options."
+                )
 
     def plain(self) -> dict[str, Any]:
         """Plain values, as in a file."""
@@ -121,12 +133,12 @@ class RunConfig:
         return hashlib.sha256(json.dumps(told, sort_keys=True).encode()).hexdigest()[:10]
 
     def differences(self, other: Self) -> list[str]:
-        """What tells another config from this one, in words; where it runs does not count."""
+        """What another config computes differently, in words."""
         mine, others = self.plain(), other.plain()
         return [
             f"{key} {mine[key]!r} -> {others[key]!r}"
             for key in mine
-            if mine[key] != others[key] and key not in PLACE
+            if mine[key] != others[key] and key not in (*PLACE, "name")
         ]
 
 

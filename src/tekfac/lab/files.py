@@ -4,9 +4,15 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+
+try:
+    import fcntl
+except ImportError:  # Windows has no such locks
+    fcntl = None  # type: ignore[assignment]
 
 
 def write_whole(path: Path, write: Callable[[Path], object]) -> None:
@@ -32,6 +38,25 @@ def write_whole(path: Path, write: Callable[[Path], object]) -> None:
     except BaseException:
         unfinished.unlink(missing_ok=True)
         raise
+
+
+@contextmanager
+def exclusive(path: Path, wait: bool = True) -> Iterator[None]:
+    """Hold a file's lock, which the system lets go of when this process ends, however it does.
+
+    Raises:
+        ValueError: if another process holds it and it is not to be waited for.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("w") as file:
+        if fcntl is not None:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+            except BlockingIOError as error:
+                raise ValueError(
+                    f"Another process is at work in {str(path.parent)!r}. Wait for it, or use another folder."
+                ) from error
+        yield
 
 
 def write_text(path: Path, text: str) -> None:

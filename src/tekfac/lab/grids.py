@@ -5,11 +5,10 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, Self
 
 from tekfac.checks import nearest, require_choice
-from tekfac.lab.config import RunConfig, read_plain
+from tekfac.lab.config import RunConfig
 
 Point = Mapping[str, Any]
 """Settings by name; `options.kl_clip` and `model_options.width` reach into the config's options."""
@@ -122,11 +121,6 @@ class Sweep:
             search=_search(plain["search"], origin) if "search" in plain else None,
             seeds=tuple(plain.get("seeds", (0,))),
         )
-
-    @classmethod
-    def from_file(cls, path: Path) -> Self:
-        """A sweep from a TOML or JSON file."""
-        return cls.from_plain(read_plain(path), str(path))
 
 
 def product(grid: Mapping[str, Any]) -> list[Point]:

@@ -38,42 +38,59 @@ class Inputs:
     notes: tuple[str, ...]
 
 
-def prepare(config: RunConfig, device: torch.device) -> Inputs:
-    """Load, check and cut to size what the config names."""
+def read(config: RunConfig) -> DataSet:
+    """Load and check what the config names, and cut it to size.
+
+    Raises:
+        ValueError: for data that are not as they should be, or that the config cannot be met with.
+    """
     data = load(
         config.data,
         config.data_dir,
         allow_partial=config.allow_partial,
         image_size=config.image_size if config.data == "folder" else None,
     )
-    data = cut(data, config)
-    channels, height, width = data.train.pixels.shape[1:]
+    data = _cut(data, config)
+    height, width = data.train.pixels.shape[2:]
     if height != width:
         raise ValueError(
             f"The images of {config.data} are {height} x {width} pixels. Set image_size to make them square."
         )
+    return data
+
+
+def prepare(data: DataSet, config: RunConfig, device: torch.device) -> Inputs:
+    """The batches of a run."""
     augment = data.augmented if config.augment is None else config.augment
-    common = {
-        "mean": data.mean,
-        "std": data.std,
-        "seed": config.seed,
-        "device": device,
-        "workers": config.workers,
-    }
+
+    def batches(images: Images, size: int, *, is_training: bool) -> Batches:
+        return Batches(
+            images,
+            mean=data.mean,
+            std=data.std,
+            batch_size=size,
+            seed=config.seed,
+            augment=augment and is_training,
+            shuffle=is_training,
+            device=device,
+            workers=config.workers,
+        )
+
     return Inputs(
-        train=Batches(data.train, batch_size=config.batch_size, augment=augment, shuffle=True, **common),  # type: ignore[arg-type]
-        test=Batches(data.test, batch_size=TEST_BATCH, augment=False, shuffle=False, **common),  # type: ignore[arg-type]
-        channels=channels,
-        size=width,
+        train=batches(data.train, config.batch_size, is_training=True),
+        test=batches(data.test, TEST_BATCH, is_training=False),
+        channels=data.train.pixels.shape[1],
+        size=data.train.pixels.shape[3],
         classes=len(data.classes),
         notes=data.notes,
     )
 
 
-def cut(data: DataSet, config: RunConfig) -> DataSet:
+def _cut(data: DataSet, config: RunConfig) -> DataSet:
     """Hold images back, take as many as the config asks for, and bring them to size."""
     if config.held_back:
-        data = held_back(data, config.held_back)
+        share = config.held_back < 1
+        data = held_back(data, round(config.held_back * len(data.train)) if share else int(config.held_back))
     train = _sample(data.train, config.train_samples, "train_samples")
     data = replace(data, train=train, test=_sample(data.test, config.test_samples, "test_samples"))
     size = config.image_size

@@ -18,8 +18,11 @@ class Interrupted(KeyboardInterrupt):
     """
 
     def __init__(self, message: str, number: int) -> None:
-        super().__init__(message)
+        super().__init__(message, number)  # both, so that it can be sent from one process to another
         self.status = 128 + number
+
+    def __str__(self) -> str:
+        return str(self.args[0])
 
 
 class Interruption:

@@ -8,9 +8,12 @@ import queue
 import signal
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any, Self
@@ -78,8 +81,8 @@ class Pool:
             manner.processes, mp_context=context, initializer=_begin, initargs=(self._news, os.getpid())
         )
         self._bars = progress("told", quiet=manner.quiet)
-        self._tasks: dict[str, Any] = {}
-        self._labels: dict[Future[list[dict[str, Any]]], str] = {}
+        self._tasks: dict[Path, Any] = {}
+        self._jobs: dict[Future[list[dict[str, Any]]], Job] = {}
 
     def __enter__(self) -> Self:
         self._before = signal.signal(signal.SIGTERM, _hand_on)
@@ -96,12 +99,12 @@ class Pool:
     @property
     def free(self) -> int:
         """Processes that have nothing to do."""
-        return self._manner.processes - len(self._labels)
+        return self._manner.processes - len(self._jobs)
 
     def submit(self, job: Job) -> Future[list[dict[str, Any]]]:
         """Begin a job as soon as a process is free; its outcome is the list of the runs' results."""
         future = self._executor.submit(_work, job, self._manner)
-        self._labels[future] = job.label
+        self._jobs[future] = job
         return future
 
     def wait(
@@ -116,9 +119,9 @@ class Pool:
             if done or (seconds is not None and waited >= seconds):
                 break
         for future in done:
-            label = self._labels.pop(future)
-            if label in self._tasks:
-                self._bars.remove_task(self._tasks.pop(label))
+            for folder in self._jobs.pop(future).folders:
+                if folder in self._tasks:
+                    self._bars.remove_task(self._tasks.pop(folder))
         return done
 
     def overall(self, description: str, total: int) -> Callable[[int], None]:
@@ -129,14 +132,15 @@ class Pool:
     def _show(self) -> None:
         while True:
             try:
-                label, at = self._news.get_nowait()
+                folder, at = self._news.get_nowait()
             except queue.Empty:
                 return
-            if label not in self._labels.values():
+            labels = {own: job.label for job in self._jobs.values() for own in job.folders}
+            if folder not in labels:
                 continue
-            if label not in self._tasks:
-                self._tasks[label] = self._bars.add_task(label, told="")
-            self._bars.update(self._tasks[label], completed=at.step, total=at.steps, told=told(at))
+            if folder not in self._tasks:
+                self._tasks[folder] = self._bars.add_task(labels[folder], told="")
+            self._bars.update(self._tasks[folder], completed=at.step, total=at.steps, told=told(at))
 
 
 def told(at: Progress) -> str:
@@ -153,20 +157,41 @@ def run_all(jobs: Sequence[Job], manner: Manner, description: str = "All runs") 
     Raises:
         ValueError: if some failed, with what the first one said.
     """
+    waiting, futures = deque(jobs), dict[Future[list[dict[str, Any]]], Job]()
     with Pool(manner) as pool:
-        futures = [pool.submit(job) for job in jobs]
-        pending, advance = set(futures), pool.overall(description, len(jobs))
-        while pending:
-            pending -= pool.wait(pending)
+        pending, advance = set[Future[list[dict[str, Any]]]](), pool.overall(description, len(jobs))
+        while waiting or pending:
+            while waiting and pool.free:  # no more, so that nothing is begun after an interruption
+                job = waiting.popleft()
+                future = pool.submit(job)
+                futures[future] = job
+                pending.add(future)
+            done = pool.wait(pending)
+            pending -= done
             advance(len(futures) - len(pending))
-    failed = [(job, error) for job, future in zip(jobs, futures, strict=True) if (error := future.exception())]
-    for _, error in failed:
-        if isinstance(error, KeyboardInterrupt):
-            raise error
+            for future in done:
+                raise_if_over(future.exception())
+    failed = [(job, error) for future, job in futures.items() if (error := future.exception()) is not None]
     if failed:
         job, first = failed[0]
         raise ValueError(f"{len(failed)} of {len(jobs)} jobs failed; {job.label}: {first}") from first
     return [future.result() for future in futures]
+
+
+def raise_if_over(error: BaseException | None) -> None:
+    """Raise what ends all jobs, not only its own.
+
+    Raises:
+        Interrupted: if the job was interrupted.
+        ValueError: if a process was killed from outside.
+    """
+    if isinstance(error, KeyboardInterrupt):
+        raise error
+    if isinstance(error, BrokenProcessPool):
+        raise ValueError(
+            "A process that trained was killed, perhaps for lack of memory. What is finished is kept, and the "
+            "same command goes on; try it with --jobs 1."
+        ) from error
 
 
 def _hand_on(number: int, frame: FrameType | None) -> None:
@@ -185,6 +210,7 @@ def _begin(news: Any, parent: int) -> None:
     """Take the queue for news, and make sure that this process does not outlive the one that began it."""
     global _news
     _news = news
+    news.cancel_join_thread()  # the end does not wait for news that nobody reads any more
     threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
 
 
@@ -195,9 +221,6 @@ def _end_with(parent: int) -> None:
 
 
 def _work(job: Job, manner: Manner) -> list[dict[str, Any]]:
-    def watch(at: Progress) -> None:
-        _news.put((job.label, at))
-
     return [
         train(
             config,
@@ -206,7 +229,11 @@ def _work(job: Job, manner: Manner) -> list[dict[str, Any]]:
             command=manner.command,
             checkpoint_seconds=manner.checkpoint_seconds,
             tensorboard=manner.tensorboard,
-            watch=watch,
+            watch=partial(_tell, folder),
         )
         for config, folder in zip(job.configs, job.folders, strict=True)
     ]
+
+
+def _tell(folder: Path, at: Progress) -> None:
+    _news.put((folder, at))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from tekfac.lab.console import output
 from tekfac.lab.report.rendering import Table, to_rich
@@ -12,9 +11,6 @@ from tekfac.lab.report.runs import find_runs
 from tekfac.lab.report.summary import summarise
 from tekfac.lab.report.tables import Paper, brief
 from tekfac.lab.report.writing import write_report
-
-if TYPE_CHECKING:
-    from tekfac.lab.report.drawing import Drawing
 
 
 def present(
@@ -25,7 +21,6 @@ def present(
     command: str,
     target: float | None = None,
     extra_tables: Sequence[Table] = (),
-    extra_figures: Sequence[Drawing] = (),
     paper: Paper | None = None,
     notes: Sequence[str] = (),
 ) -> None:
@@ -37,7 +32,6 @@ def present(
         title=title,
         target=target,
         extra_tables=extra_tables,
-        extra_figures=extra_figures,
         paper=paper,
         notes=notes,
         command=command,

@@ -6,6 +6,7 @@ with its settings. Settings that the paper names are in paper.py; those it does 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, Literal
@@ -75,7 +76,12 @@ def tuning_task(base: RunConfig) -> RunConfig:
 
 def _decay_every(data: str, epochs: int) -> int:
     """Epochs between decays, such that these come after the same shares of the run as in the paper."""
-    return max(1, round(epochs * paper.DECAY_EVERY[data] / paper.EPOCHS[data]))
+    return scaled(paper.DECAY_EVERY[data], epochs / paper.EPOCHS[data])
+
+
+def scaled(epochs: int, ratio: float) -> int:
+    """Epochs of a longer or shorter run: the nearest whole number, at least one; a half is rounded up."""
+    return max(1, math.floor(epochs * ratio + 0.5))
 
 
 def task(data: str, model: str, scale: Scale) -> RunConfig:
@@ -83,12 +89,9 @@ def task(data: str, model: str, scale: Scale) -> RunConfig:
     return paper_task(data, model) if scale == "paper" else small_task(data, model)
 
 
-HELD_BACK = {"digits": 287}
-
-
-def held_back(data: str) -> int:
-    """How many training images are held back for tuning, unless the user says otherwise."""
-    return HELD_BACK.get(data, 2000)
+def held_back(data: str) -> int | float:
+    """How many training images are held back for tuning, or which share, unless the user says otherwise."""
+    return 2000 if data in paper.EPOCHS else 0.2
 
 
 # -- optimizers ----------------------------------------------------------------------------------------------
@@ -125,11 +128,6 @@ def start(optimizer: str) -> Point:
         **_clipped(optimizer),
         **every(optimizer, 20),
     }
-
-
-def in_small(optimizer: str) -> Point:
-    """For the small scale without tuning: the larger rate that a short run needs, and a clip (ours)."""
-    return {**start(optimizer), "lr": 0.1}
 
 
 def in_the_paper(optimizer: str) -> Point:

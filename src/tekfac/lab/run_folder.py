@@ -14,15 +14,16 @@ from __future__ import annotations
 import csv
 import io
 import json
+import os
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import torch
 
 from tekfac.lab.config import RunConfig
-from tekfac.lab.files import read_json, write_json, write_text, write_whole
+from tekfac.lab.files import exclusive, read_json, write_json, write_text, write_whole
 
 FORMAT = 1
 LOGS = ("epochs.jsonl", "curvature.jsonl")
@@ -39,14 +40,21 @@ class RunFolder:
         """Whether there is a run in it."""
         return (self.path / "run.json").is_file()
 
-    def begin(self, config: RunConfig, provenance: Mapping[str, Any]) -> None:
+    def begin(self, config: RunConfig, identity: Mapping[str, str], provenance: Mapping[str, Any]) -> None:
         """Write down what is going to be run."""
-        write_json(
-            self.path / "run.json", {"format": FORMAT, "config": config.plain(), "provenance": dict(provenance)}
-        )
+        whole = {"format": FORMAT, "config": config.plain(), "identity": dict(identity)}
+        write_json(self.path / "run.json", {**whole, "provenance": dict(provenance)})
 
     def config(self) -> RunConfig:
-        """The config of the run in it.
+        """The config of the run in it."""
+        return RunConfig.from_plain(self._saved()["config"], str(self.path / "run.json"))
+
+    def identity(self) -> dict[str, str]:
+        """What the run in it was computed from (see identity.py)."""
+        return dict(self._saved().get("identity", {}))
+
+    def _saved(self) -> dict[str, Any]:
+        """The content of run.json.
 
         Raises:
             ValueError: if there is none, or it is of another format.
@@ -61,7 +69,7 @@ class RunFolder:
             or not isinstance(saved.get("config"), dict)
         ):
             raise ValueError(f"{str(path)!r} is no run of this version of tekfac (format {FORMAT} expected).")
-        return RunConfig.from_plain(saved["config"], str(path))
+        return saved
 
     def result(self) -> dict[str, Any] | None:
         """How the run ended, if it has."""
@@ -79,8 +87,16 @@ class RunFolder:
     def append(self, log: str, rows: Iterable[Mapping[str, Any]]) -> None:
         """Add lines to a log."""
         text = "".join(json.dumps(row, allow_nan=False) + "\n" for row in rows)
-        with (self.path / log).open("a", encoding="utf-8") as file:
-            file.write(text)
+        path = self.path / log
+        size = path.stat().st_size if path.exists() else 0
+        try:
+            with path.open("a", encoding="utf-8") as file:
+                file.write(text)
+        except OSError as error:
+            os.truncate(path, size)
+            raise OSError(
+                f"Cannot write {str(path)!r}: {error.strerror}. Free some room, then resume; nothing is lost."
+            ) from error
 
     def rows(self, log: str) -> list[dict[str, Any]]:
         """The lines of a log."""
@@ -137,19 +153,7 @@ class RunFolder:
             ValueError: if another process is at work in the folder.
         """
         self.path.mkdir(parents=True, exist_ok=True)
-        with (self.path / "lock").open("w") as file:
-            _lock(file, self.path)
+        with exclusive(self.path / "lock", wait=False):
+            for left_over in self.path.glob("*.unfinished"):  # of a process that was killed while it wrote
+                left_over.unlink()
             yield
-
-
-def _lock(file: IO[str], folder: Path) -> None:
-    try:
-        import fcntl
-    except ImportError:  # not on Windows, which has no such locks
-        return
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        raise ValueError(
-            f"Another process is at work in {str(folder)!r}. Wait for it, or choose another folder."
-        ) from error

@@ -19,9 +19,10 @@ from typing import Any
 
 from tekfac.extras import require
 from tekfac.lab.config import RunConfig, read_plain
-from tekfac.lab.files import write_json
+from tekfac.lab.files import exclusive, write_json
 from tekfac.lab.grids import Point, Range, Search, Sweep, described
-from tekfac.lab.pool import Job, Manner, Pool, share
+from tekfac.lab.pool import Job, Manner, Pool, raise_if_over, share
+from tekfac.lab.training import check_all
 
 POINT = "point"
 OWNER = "owner"
@@ -32,6 +33,9 @@ ALIVE_EVERY = 60.0
 
 STALE_AFTER = 600.0
 """Seconds without a sign of life after which a trial of another machine is taken for lost."""
+
+WAIT_SECONDS = 2.0
+"""Between two looks at what other processes are at work on."""
 
 
 @dataclass(frozen=True)
@@ -52,6 +56,8 @@ class Trial:
 def sweep(plan: Sweep, folder: Path, manner: Manner, storage: str | None = None) -> list[Trial]:
     """Try what the plan says, several points at a time; what an earlier call has finished is not done again.
 
+    Points that other processes are at work on are waited for.
+
     Args:
         plan: what to try.
         folder: where runs, the study and the outcome are kept.
@@ -65,17 +71,31 @@ def sweep(plan: Sweep, folder: Path, manner: Manner, storage: str | None = None)
         ValueError: if the folder's study is of another plan, or a trial failed.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    study = _study(plan, folder, storage)
-    write_json(folder / "base.json", plan.base.plain())
-    _fail_stale_trials(study)
-    _enqueue_missing(study, plan)
+    check_all(plan.configs(point)[0] for point in plan.points)
+    with exclusive(folder / "setup.lock"):
+        study = _study(plan, folder, storage)
+        write_json(folder / "base.json", plan.base.plain())
+    problems: list[BaseException] = []
     with Pool(manner) as pool:
-        _work(study, plan, folder, manner, pool)
+        while True:
+            with exclusive(folder / "setup.lock"):
+                _give_up_stale_trials(study, plan)
+                if not problems:
+                    _enqueue_missing(study, plan)
+            problems += _work(study, plan, folder, manner, pool)
+            if not _others_at_work(study):
+                break
+            time.sleep(WAIT_SECONDS)
     trials = finished(study, plan, folder)
     write_json(
         folder / "trials.json",
         [{"point": dict(t.point), "accuracy": t.accuracy, "runs": [f.name for f in t.folders]} for t in trials],
     )
+    if problems:
+        raise ValueError(
+            f"{len(problems)} of the trials failed, the first with: {problems[0]} The others are kept; the "
+            "same command tries again."
+        ) from problems[0]
     return trials
 
 
@@ -120,7 +140,7 @@ def _study(plan: Sweep, folder: Path, storage: str | None) -> Any:
     study = optuna.create_study(
         study_name=plan.name,
         storage=_storage(optuna, folder, storage),
-        sampler=samplers[plan.search.sampler](seed=0) if plan.search else optuna.samplers.RandomSampler(seed=0),
+        sampler=optuna.samplers.RandomSampler(seed=0),
         direction="maximize",
         load_if_exists=True,
     )
@@ -131,6 +151,10 @@ def _study(plan: Sweep, folder: Path, storage: str | None) -> Any:
             f"The study {plan.name!r} in {str(folder)!r} has another plan. Choose another folder or name."
         )
     study.set_user_attr("plan", json.dumps(told))
+    if (
+        plan.search is not None
+    ):  # one that goes on must not begin with the same numbers, nor two that share a study
+        study.sampler = samplers[plan.search.sampler](seed=len(study.trials) if storage is None else None)
     return study
 
 
@@ -141,7 +165,8 @@ def _storage(optuna: Any, folder: Path, url: str | None) -> Any:
     try:
         return optuna.storages.RDBStorage(url or f"sqlite:///{(folder / 'sweep.db').resolve()}")
     except Exception as error:
-        raise ValueError(f"Cannot open the study's storage {url!r}: {error}") from error
+        place = url or f"{folder / 'sweep.db'}"
+        raise ValueError(f"Cannot open the study's storage {place!r}: {error}") from error
 
 
 def _told(plan: Sweep) -> dict[str, Any]:
@@ -163,18 +188,28 @@ def _plain_space(search: Search) -> dict[str, Any]:
     }
 
 
-def _fail_stale_trials(study: Any) -> None:
-    """Give up trials whose process is gone; their points will be tried again."""
-    optuna = require("optuna", "A sweep")
-    for trial in study.get_trials(deepcopy=False, states=(optuna.trial.TrialState.RUNNING,)):
+def _give_up_stale_trials(study: Any, plan: Sweep) -> None:
+    """Give up trials whose process is gone; their points are tried again."""
+    states = require("optuna", "A sweep").trial.TrialState
+    for trial in study.get_trials(deepcopy=False, states=(states.RUNNING,)):
         host, _, process = str(trial.user_attrs.get(OWNER, ":0")).rpartition(":")
-        is_own = host == socket.gethostname()
-        silent = time.time() - float(trial.user_attrs.get(ALIVE, 0.0))
-        if silent > STALE_AFTER or (is_own and not _is_alive(int(process))):
-            study.tell(trial.number, state=optuna.trial.TrialState.FAIL)
+        is_gone = host == socket.gethostname() and not _is_alive(int(process))
+        alive = float(trial.user_attrs.get(ALIVE, trial.datetime_start.timestamp()))
+        if is_gone or time.time() - alive > STALE_AFTER:
+            study.tell(trial.number, state=states.FAIL)
+            if plan.search is not None and POINT in trial.user_attrs:
+                study.enqueue_trial(trial.params, user_attrs={POINT: trial.user_attrs[POINT]})
+
+
+def _others_at_work(study: Any) -> bool:
+    states = require("optuna", "A sweep").trial.TrialState
+    return bool(study.get_trials(deepcopy=False, states=(states.RUNNING, states.WAITING)))
 
 
 def _is_alive(process: int) -> bool:
+    """Whether another process of this machine has that number; at the start of a sweep, none of its own has."""
+    if process == os.getpid():
+        return False
     try:
         os.kill(process, 0)
     except ProcessLookupError:
@@ -199,14 +234,15 @@ def _enqueue_missing(study: Any, plan: Sweep) -> None:
 
 
 def finished(study: Any, plan: Sweep, folder: Path) -> list[Trial]:
-    """The finished trials of a study, best first."""
+    """The finished trials of a study, best first; a point that was tried twice is one."""
     optuna = require("optuna", "A sweep")
-    trials = []
+    trials = {}
     for trial in study.get_trials(deepcopy=False, states=(optuna.trial.TrialState.COMPLETE,)):
         point = json.loads(trial.user_attrs[POINT])
         folders = tuple(run_folder(folder, config) for config in plan.configs(point))
-        trials.append(Trial(point, float(trial.value), folders))
-    return sorted(trials, key=lambda trial: -trial.accuracy)
+        whole = {"optimizer": plan.base.optimizer, **point}
+        trials[trial.user_attrs[POINT]] = Trial(whole, float(trial.value), folders)
+    return sorted(trials.values(), key=lambda trial: -trial.accuracy)
 
 
 # -- the work ------------------------------------------------------------------------------------------------
@@ -217,63 +253,71 @@ def run_folder(folder: Path, config: RunConfig) -> Path:
     return folder / "runs" / f"{config.optimizer}-{config.fingerprint()}-seed{config.seed}"
 
 
-def _work(study: Any, plan: Sweep, folder: Path, manner: Manner, pool: Pool) -> None:
-    """Keep the pool busy until no trial is left."""
-    optuna = require("optuna", "A sweep")
+def _work(study: Any, plan: Sweep, folder: Path, manner: Manner, pool: Pool) -> list[BaseException]:
+    """Keep the pool busy until no trial is left to begin; what went wrong."""
+    states = require("optuna", "A sweep").trial.TrialState
     running: dict[Future[list[dict[str, Any]]], Any] = {}
     total = plan.search.trials if plan.search else len(plan.points)
     advance, last_sign = pool.overall(plan.name, total), time.monotonic()
-    problem: BaseException | None = None
+    problems: list[BaseException] = []
     while True:
-        while problem is None and pool.free and (trial := _next_trial(study, plan)) is not None:
+        gives_up = bool(problems) and plan.search is not None  # which would draw new points for ever
+        while not gives_up and pool.free and (trial := _next_trial(study, plan)) is not None:
             point = json.loads(trial.user_attrs[POINT])
             configs = tuple(share(config, manner.processes) for config in plan.configs(point))
             job = Job(described(point), configs, tuple(run_folder(folder, config) for config in configs))
             running[pool.submit(job)] = trial
-        advance(len(study.get_trials(deepcopy=False, states=(optuna.trial.TrialState.COMPLETE,))))
+        advance(len(study.get_trials(deepcopy=False, states=(states.COMPLETE,))))
         if not running:
-            break
+            return problems
         for future in pool.wait(running, seconds=1.0):
-            trial = running.pop(future)
-            error = future.exception()
+            trial, error = running.pop(future), future.exception()
             if error is None:
                 study.tell(trial, mean(result["test_accuracy"] for result in future.result()))
             else:
-                study.tell(trial, state=optuna.trial.TrialState.FAIL)
-                problem = problem or error
+                raise_if_over(error)
+                study.tell(trial, state=states.FAIL)
+                problems.append(error)
         if time.monotonic() - last_sign > ALIVE_EVERY:
             last_sign = time.monotonic()
             for trial in running.values():
                 trial.set_user_attr(ALIVE, time.time())
-    if isinstance(problem, KeyboardInterrupt):
-        raise problem
-    if problem is not None:
-        raise ValueError(
-            f"A trial failed: {problem} The others are kept; the same command tries it again."
-        ) from problem
 
 
 def _next_trial(study: Any, plan: Sweep) -> Any:
     """The next trial, owned by this process; None if there is nothing left to begin."""
-    optuna = require("optuna", "A sweep")
-    states = optuna.trial.TrialState
+    states = require("optuna", "A sweep").trial.TrialState
+    while not _is_exhausted(study, plan):
+        trial = study.ask()
+        trial.set_user_attr(OWNER, f"{socket.gethostname()}:{os.getpid()}")
+        trial.set_user_attr(ALIVE, time.time())
+        if plan.search is not None:
+            point = _sampled(trial, plan.search)
+            trial.set_user_attr(POINT, json.dumps(point))
+            return trial
+        told = trial.user_attrs.get(POINT)  # none if another process took the last one in between
+        if told is not None and not _is_taken(study, told, trial.number):
+            for key in json.loads(told):
+                trial.suggest_categorical(key, plan.choices()[key])
+            return trial
+        study.tell(trial, state=states.FAIL)
+    return None
+
+
+def _is_exhausted(study: Any, plan: Sweep) -> bool:
+    """Whether no trial is left to begin."""
+    states = require("optuna", "A sweep").trial.TrialState
     if plan.search is None:
-        if not study.get_trials(deepcopy=False, states=(states.WAITING,)):
-            return None
-    elif len(study.get_trials(deepcopy=False, states=(states.COMPLETE, states.RUNNING))) >= plan.search.trials:
-        return None
-    trial = study.ask()
-    trial.set_user_attr(OWNER, f"{socket.gethostname()}:{os.getpid()}")
-    trial.set_user_attr(ALIVE, time.time())
-    if plan.search is None:
-        if POINT not in trial.user_attrs:  # another process took the last one in between
-            study.tell(trial, state=states.FAIL)
-            return None
-        for key in json.loads(trial.user_attrs[POINT]):
-            trial.suggest_categorical(key, plan.choices()[key])
-    elif POINT not in trial.user_attrs:
-        trial.set_user_attr(POINT, json.dumps(_sampled(trial, plan.search)))
-    return trial
+        return not study.get_trials(deepcopy=False, states=(states.WAITING,))
+    begun = study.get_trials(deepcopy=False, states=(states.COMPLETE, states.RUNNING))
+    return len(begun) >= plan.search.trials
+
+
+def _is_taken(study: Any, point: str, number: int) -> bool:
+    """Whether another trial has this point already, done or running: two processes may both enqueue it."""
+    states = require("optuna", "A sweep").trial.TrialState
+    begun = study.get_trials(deepcopy=False, states=(states.COMPLETE, states.RUNNING))
+    return any(trial.user_attrs.get(POINT) == point and trial.number != number for trial in begun)
 
 
 def _sampled(trial: Any, search: Search) -> dict[str, Any]:

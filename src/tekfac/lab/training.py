@@ -5,23 +5,26 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from tekfac.lab import models, optimizers
 from tekfac.lab.clock import Clock
-from tekfac.lab.config import RunConfig
+from tekfac.lab.config import OF_DATA, RunConfig
 from tekfac.lab.data.batches import Batches
+from tekfac.lab.data.images import DataSet
 from tekfac.lab.devices import choose
 from tekfac.lab.events import Events
-from tekfac.lab.inputs import prepare
+from tekfac.lab.identity import identity
+from tekfac.lab.inputs import Inputs, prepare, read
 from tekfac.lab.interruption import Interrupted, Interruption
 from tekfac.lab.provenance import provenance
 from tekfac.lab.run_folder import RunFolder
@@ -86,12 +89,59 @@ def train(
     """
     run = RunFolder(folder)
     if run.exists:
-        _require_same(run, config, resume)
-        ended = run.result()
-        if ended is not None:
-            return ended
-    with run.locked(), _messages(folder):
-        return _Training(run, config, command, checkpoint_seconds, tensorboard).run(watch)
+        config = _require_same(run, config, resume)
+    with Interruption() as interruption:
+        data = read(config)
+        source = identity(config, data)
+        with run.locked(), _messages(folder):
+            if run.exists:
+                _require_same_source(run, source)
+                ended = run.result()
+                if ended is not None:
+                    return ended
+            else:
+                where = provenance(command, choose(config.device))
+                run.begin(config, source, {**where, "data_notes": list(data.notes)})
+            training = _Training(run, config, data, checkpoint_seconds, tensorboard, interruption)
+            return training.run(watch)
+
+
+def check_all(configs: Iterable[RunConfig]) -> None:
+    """Find out, before any training, whether the data, networks and optimizers of some configs can be had.
+
+    Raises:
+        ValueError: if not.
+        TypeError: for a setting that a network does not have.
+    """
+    distinct = {replace(config, seed=0).fingerprint(): config for config in configs}
+    inputs: dict[tuple[Any, ...], Inputs] = {}
+    for config in distinct.values():
+        key = tuple(getattr(config, name) for name in OF_DATA)
+        if key not in inputs:
+            inputs[key] = prepare(read(config), config, torch.device("cpu"))
+        _build(config, inputs[key])
+
+
+def _build(config: RunConfig, inputs: Inputs) -> tuple[nn.Module, Optimizer]:
+    """The network at its start, and its optimizer."""
+    torch.manual_seed(config.seed)
+    model = models.build(
+        config.model,
+        channels=inputs.channels,
+        classes=inputs.classes,
+        size=inputs.size,
+        options=config.model_options,
+    ).to(choose(config.device))
+    optimizer = optimizers.build(
+        config.optimizer,
+        model,
+        lr=config.lr,
+        momentum=config.momentum,
+        weight_decay=config.weight_decay,
+        options=config.options,
+        seed=config.seed,
+    )
+    return model, optimizer
 
 
 def learning_rate_factor(config: RunConfig, epoch: int, step: int, steps: int) -> float:
@@ -105,31 +155,22 @@ class _Training:
     """A run in progress: what a checkpoint holds, and what can be made again from the config."""
 
     def __init__(
-        self, folder: RunFolder, config: RunConfig, command: str, checkpoint_seconds: float, tensorboard: bool
+        self,
+        folder: RunFolder,
+        config: RunConfig,
+        data: DataSet,
+        checkpoint_seconds: float,
+        tensorboard: bool,
+        interruption: Interruption,
     ) -> None:
         if config.threads is not None:
             torch.set_num_threads(config.threads)
         self.config = config
         self.folder = folder
+        self.interruption = interruption
         self.device = choose(config.device)
-        self.inputs = prepare(config, self.device)
-        torch.manual_seed(config.seed)
-        self.model = models.build(
-            config.model,
-            channels=self.inputs.channels,
-            classes=self.inputs.classes,
-            size=self.inputs.size,
-            options=config.model_options,
-        ).to(self.device)
-        self.optimizer = optimizers.build(
-            config.optimizer,
-            self.model,
-            lr=config.lr,
-            momentum=config.momentum,
-            weight_decay=config.weight_decay,
-            options=config.options,
-            seed=config.seed,
-        )
+        self.inputs = prepare(data, config, self.device)
+        self.model, self.optimizer = _build(config, self.inputs)
         self.base_rates = [group["lr"] for group in self.optimizer.param_groups]
         self.clock = Clock(self.device, self.optimizer)
         self.epoch = self.batch = 0
@@ -137,8 +178,6 @@ class _Training:
         self.accuracies: list[float] = []
         self.checkpoint_seconds = checkpoint_seconds
         self.events = Events(folder.path) if tensorboard else None
-        if not folder.exists:
-            folder.begin(config, {**provenance(command, self.device), "data_notes": list(self.inputs.notes)})
         self._restore()
 
     @property
@@ -153,18 +192,17 @@ class _Training:
     def run(self, watch: Watcher | None) -> dict[str, Any]:
         """Train to the end, or until a signal asks to stop."""
         status = "finished"
-        with Interruption() as interruption:
-            self.saved = self.watched = time.monotonic()
-            while self.epoch < self.config.epochs:
-                self._train_epoch(interruption, watch)
-                if not self._end_epoch():
-                    status = "diverged"
-                    break
-            result = self._result(status)
-            self.folder.end(self.model.state_dict(), result)
+        self.saved = self.watched = time.monotonic()
+        while self.epoch < self.config.epochs:
+            self._train_epoch(watch)
+            if not self._end_epoch():
+                status = "diverged"
+                break
+        result = self._result(status)
+        self.folder.end(self.model.state_dict(), result)
         return result
 
-    def _train_epoch(self, interruption: Interruption, watch: Watcher | None) -> None:
+    def _train_epoch(self, watch: Watcher | None) -> None:
         self.model.train()
         batches = self.inputs.train.epoch(self.epoch, start=self.batch)
         while True:
@@ -175,11 +213,11 @@ class _Training:
             self._step(*batch)
             self.batch += 1
             self._tell(watch)
-            if interruption.number is not None:
+            if self.interruption.number is not None:
                 self._save()
                 raise Interrupted(
                     f"stopped and saved at step {self.step}; tekfac train --resume {self.folder.path} goes on",
-                    interruption.number,
+                    self.interruption.number,
                 )
             if time.monotonic() - self.saved >= self.checkpoint_seconds and self.batch < self.steps_per_epoch:
                 self._save()
@@ -226,9 +264,10 @@ class _Training:
         self.folder.write_table()
         if self.events is not None:
             self.events.write(row, layers)
-        if time.monotonic() - self.saved >= self.checkpoint_seconds:
+        goes_on = math.isfinite(train_loss) and math.isfinite(test.loss)
+        if goes_on and time.monotonic() - self.saved >= self.checkpoint_seconds:
             self._save()
-        return math.isfinite(train_loss) and math.isfinite(test.loss)
+        return goes_on
 
     def _curvature_rows(self) -> list[dict[str, Any]]:
         if not isinstance(self.optimizer, NaturalGradient):
@@ -358,8 +397,10 @@ def evaluate(model: nn.Module, batches: Batches, device: torch.device) -> Evalua
     return Evaluation(*sums.means())
 
 
-def _require_same(run: RunFolder, config: RunConfig, resume: bool) -> None:
-    differences = run.config().differences(config)
+def _require_same(run: RunFolder, config: RunConfig, resume: bool) -> RunConfig:
+    """The config to go on with: the run's own threads, since sums depend on their number in the last bits."""
+    saved = run.config()
+    differences = saved.differences(config)
     if differences:
         raise ValueError(
             f"{str(run.path)!r} holds a run with another config ({'; '.join(differences)}). Choose "
@@ -368,6 +409,16 @@ def _require_same(run: RunFolder, config: RunConfig, resume: bool) -> None:
     if not resume:
         raise ValueError(
             f"{str(run.path)!r} already holds this run. Resume it (--resume), or choose another folder."
+        )
+    return replace(config, threads=saved.threads)
+
+
+def _require_same_source(run: RunFolder, source: Mapping[str, str]) -> None:
+    changed = [name for name, digest in run.identity().items() if digest != source.get(name)]
+    if changed:
+        what = " and ".join({"data": "images", "model": "source code of the model"}[name] for name in changed)
+        raise ValueError(
+            f"{str(run.path)!r} holds a run with other {what} than there are now. Choose another folder."
         )
 
 

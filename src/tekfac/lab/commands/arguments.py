@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from tekfac.lab import recipes
-from tekfac.lab.config import SCHEDULES, RunConfig
+from tekfac.lab.config import OF_OPTIMIZER, SCHEDULES, RunConfig
 from tekfac.lab.devices import choose
 from tekfac.lab.grids import NESTED, Point
 from tekfac.lab.optimizers import COMPARED, require_optimizer
@@ -19,8 +19,6 @@ from tekfac.lab.training import CHECKPOINT_SECONDS
 
 OPTIONS = ("damping", "trace_floor", "kl_clip", "factors_every", "basis_every", "rescaling_every")
 """Settings of the optimizer that have an argument of their own."""
-
-OF_OPTIMIZER = ("optimizer", "lr", "momentum", "weight_decay")
 
 RECIPES = ("start", *recipes.SCALES)
 
@@ -33,7 +31,12 @@ def add_task(parser: argparse.ArgumentParser) -> None:
     task.add_argument("--allow-partial", action="store_true", default=None, help="a part of the data will do")
     task.add_argument("--train-samples", type=int, metavar="N", help="train on so many images (default: all)")
     task.add_argument("--test-samples", type=int, metavar="N", help="test on so many images (default: all)")
-    task.add_argument("--held-back", type=int, metavar="N", help="test on so many held-back training images")
+    task.add_argument(
+        "--held-back",
+        type=_count_or_share,
+        metavar="N",
+        help="test on so many training images, or such a share",
+    )
     task.add_argument(
         "--augment",
         action=argparse.BooleanOptionalAction,
@@ -58,9 +61,8 @@ def add_task(parser: argparse.ArgumentParser) -> None:
     task.add_argument(
         "--recipe",
         choices=RECIPES,
-        default="start",
-        help="where settings that are not given come from: a good start, the paper, or the paper in small "
-        "(default: %(default)s)",
+        help="where settings that are not given come from: a good start (the default), the paper, or that "
+        "in small",
     )
 
 
@@ -91,47 +93,39 @@ def add_jobs(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def add_optimizers(parser: argparse.ArgumentParser) -> None:
-    """Several optimizers, their settings and seeds."""
+def add_optimizers(parser: argparse.ArgumentParser, default_seeds: str) -> None:
+    """Several optimizers, and seeds; None where they are not given."""
     group = parser.add_argument_group("the optimizers")
     group.add_argument(
         "--optimizers",
-        default=",".join(COMPARED),
         metavar="NAME,...",
-        help="of sgd, sgdm, adam, adamw, kfac, ekfac, tkfac, tekfac (default: %(default)s)",
+        help=f"of sgd, sgdm, adam, adamw, kfac, ekfac, tkfac, tekfac (default: {','.join(COMPARED)})",
     )
-    group.add_argument(
-        "--seeds", default="3", metavar="N", help="how many, or which: 0,1,2 (default: %(default)s)"
-    )
+    group.add_argument("--seeds", metavar="N", help=f"how many, or which: 0,1,2 (default: {default_seeds})")
 
 
 def task(options: argparse.Namespace) -> RunConfig:
     """The config, still without an optimizer's settings, that the arguments describe."""
-    given = _given(options)
-    base = _base(options.recipe, given.get("data", "digits"), given.get("model"))
-    plain = base.plain()
-    if "epochs" in given and "decay_every" not in given:  # the rate falls after the same shares of the run
-        given["decay_every"] = max(1, round(base.decay_every * given["epochs"] / base.epochs))
-    model_options = {**plain["model_options"], **_model_options(options)}
-    return RunConfig.from_plain({**plain, **given, "model_options": model_options})
+    given = of_task(options)
+    return over(_base(options.recipe or "start", given.get("data", "digits"), given.get("model")), options)
 
 
 def over(base: RunConfig, options: argparse.Namespace) -> RunConfig:
-    """A config from a file with what stands on the command line in place of its own."""
-    given = _given(options)
-    return RunConfig.from_plain(
-        {**base.plain(), **given, "model_options": {**base.model_options, **_model_options(options)}}
-    )
+    """A config with what stands on the command line in place of its own.
+
+    Where only the epochs change, the learning rate falls after the same shares of the run as before.
+    """
+    given = of_task(options)
+    if "epochs" in given and "decay_every" not in given:
+        given["decay_every"] = recipes.scaled(base.decay_every, given["epochs"] / base.epochs)
+    model_options = {**base.model_options, **dict(pair(text) for text in options.model_option)}
+    return RunConfig.from_plain({**base.plain(), **given, "model_options": model_options})
 
 
-def _given(options: argparse.Namespace) -> dict[str, Any]:
+def of_task(options: argparse.Namespace) -> dict[str, Any]:
     """The settings of the task that stand on the command line."""
     names = [field.name for field in fields(RunConfig) if field.name not in (*NESTED, *OF_OPTIMIZER)]
     return {name: value for name in names if (value := getattr(options, name, None)) is not None}
-
-
-def _model_options(options: argparse.Namespace) -> dict[str, Any]:
-    return dict(pair(text) for text in options.model_option)
 
 
 def _base(recipe: str, data: str, model: str | None) -> RunConfig:
@@ -156,6 +150,8 @@ def point(options: argparse.Namespace, base: RunConfig, optimizer: str) -> Point
 
 def optimizers(options: argparse.Namespace) -> list[str]:
     """The optimizers that are named, each checked."""
+    if options.optimizers is None:
+        return list(COMPARED)
     names = [name.strip().lower() for name in options.optimizers.split(",") if name.strip()]
     for name in names:
         require_optimizer(name)
@@ -164,19 +160,25 @@ def optimizers(options: argparse.Namespace) -> list[str]:
     return names
 
 
-def seeds(options: argparse.Namespace) -> list[int]:
+def seeds(options: argparse.Namespace, default: int = 3) -> list[int]:
     """The seeds: so many, from 0 on, or those that are listed."""
+    text = options.seeds or str(default)
     try:
-        numbers = [int(part) for part in options.seeds.split(",")]
+        numbers = [int(part) for part in text.split(",")]
     except ValueError as error:
-        raise ValueError(
-            f"Invalid --seeds: {options.seeds!r}. Expected a number, or seeds as in 0,1,2."
-        ) from error
-    if "," not in options.seeds:
+        raise ValueError(f"Invalid --seeds: {text!r}. Expected a number, or seeds as in 0,1,2.") from error
+    if "," not in text:
         numbers = list(range(numbers[0]))
     if not numbers or len(set(numbers)) < len(numbers):
-        raise ValueError(f"Invalid --seeds: {options.seeds!r}. Expected at least one, and different ones.")
+        raise ValueError(f"Invalid --seeds: {text!r}. Expected at least one, and different ones.")
     return numbers
+
+
+def refuse(options: argparse.Namespace, names: Sequence[str], why: str) -> None:
+    """Raise ValueError for arguments that would not be heeded."""
+    for name in names:
+        if getattr(options, name) not in (None, []):
+            raise ValueError(f"--{name.replace('_', '-')} has no place here: {why}.")
 
 
 def manner(options: argparse.Namespace) -> Manner:
@@ -225,4 +227,10 @@ def by_optimizer(texts: Sequence[str], names: Sequence[str], argument: str) -> d
 def changed(point: Point, lr: float | None, settings: Mapping[str, Any]) -> Point:
     """The point with another learning rate and other settings of the optimizer."""
     rate = {} if lr is None else {"lr": lr}
-    return {**point, **rate, **{f"options.{key}": value for key, value in settings.items()}}
+    named = {key if key in OF_OPTIMIZER else f"options.{key}": value for key, value in settings.items()}
+    return {**point, **rate, **named}
+
+
+def _count_or_share(text: str) -> int | float:
+    value = float(text)
+    return value if value < 1 else int(text)

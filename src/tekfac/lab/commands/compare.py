@@ -36,7 +36,7 @@ def add_to(commands: Any) -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     arguments.add_task(parser)
-    arguments.add_optimizers(parser)
+    arguments.add_optimizers(parser, "3")
     parser.add_argument(
         "--lr",
         action="append",
@@ -84,9 +84,10 @@ def run(options: argparse.Namespace) -> None:
 
 
 def _base(options: argparse.Namespace) -> RunConfig:
-    return (
-        arguments.task(options) if options.tuned is None else arguments.over(read_base(options.tuned), options)
-    )
+    if options.tuned is None:
+        return arguments.task(options)
+    arguments.refuse(options, ["recipe"], "the settings come from --tuned")
+    return arguments.over(read_base(options.tuned), options)
 
 
 def _points(options: argparse.Namespace, base: RunConfig, names: list[str]) -> list[Point]:

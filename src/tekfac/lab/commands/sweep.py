@@ -10,6 +10,7 @@ from typing import Any
 from tekfac.extras import require
 from tekfac.lab import recipes
 from tekfac.lab.commands import arguments
+from tekfac.lab.config import read_plain
 from tekfac.lab.console import output
 from tekfac.lab.grids import Sweep, described
 from tekfac.lab.sweeping import Trial, best, sweep
@@ -43,8 +44,7 @@ def add_to(commands: Any) -> None:
     parser.add_argument("--config", type=Path, metavar="FILE", help="a sweep of your own: TOML or JSON")
     parser.add_argument("--storage", metavar="URL", help="of the study (default: a SQLite file in the folder)")
     arguments.add_task(parser)
-    arguments.add_optimizers(parser)
-    parser.set_defaults(seeds="1")
+    arguments.add_optimizers(parser, "1")
     arguments.add_jobs(parser)
     arguments.add_manner(parser, "sweep")
     parser.set_defaults(run=run)
@@ -54,19 +54,30 @@ def run(options: argparse.Namespace) -> None:
     """Try everything, then say what did best."""
     if (options.grid is None) == (options.config is None):
         raise ValueError("A sweep needs --grid paper, --grid small or --config FILE: one of them.")
-    plan = Sweep.from_file(options.config) if options.config else _plan(options)
-    plan = replace(plan, base=arguments.over(plan.base, options))
+    plan = _from_file(options) if options.config else _from_grid(options)
+    if not plan.base.held_back:
+        output().print("Careful: the points are judged on the test set (held_back = 0), which they then fit.")
     trials = sweep(plan, options.out, arguments.manner(options), options.storage)
     _print(trials, options.out)
 
 
-def _plan(options: argparse.Namespace) -> Sweep:
+def _from_grid(options: argparse.Namespace) -> Sweep:
     base = arguments.task(options)
-    if not base.held_back:
+    if options.held_back is None:
         base = replace(base, held_back=recipes.held_back(base.data))
     grid = recipes.paper_grid if options.grid == "paper" else recipes.small_grid
     points = tuple(point for name in arguments.optimizers(options) for point in grid(name))
-    return Sweep(f"{options.grid} grid", base, points, seeds=tuple(arguments.seeds(options)))
+    return Sweep(f"{options.grid} grid", base, points, seeds=tuple(arguments.seeds(options, default=1)))
+
+
+def _from_file(options: argparse.Namespace) -> Sweep:
+    arguments.refuse(options, ["recipe", "optimizers", "seeds"], "the settings come from --config")
+    plain = read_plain(options.config)
+    plan = Sweep.from_plain(plain, str(options.config))
+    base = arguments.over(plan.base, options)
+    if options.held_back is None and "held_back" not in plain.get("base", {}):
+        base = replace(base, held_back=recipes.held_back(base.data))
+    return replace(plan, base=base)
 
 
 def _print(trials: list[Trial], folder: Path) -> None:

@@ -6,10 +6,10 @@ import argparse
 from pathlib import Path
 from typing import Any
 
+from tekfac.lab import recipes
 from tekfac.lab.commands import arguments
-from tekfac.lab.config import RunConfig, read_plain
+from tekfac.lab.config import OF_OPTIMIZER, RunConfig, read_plain
 from tekfac.lab.console import output, progress
-from tekfac.lab.grids import applied
 from tekfac.lab.pool import told
 from tekfac.lab.run_folder import RunFolder
 from tekfac.lab.training import Progress, train
@@ -81,32 +81,25 @@ def run(options: argparse.Namespace) -> None:
 
 def _config(options: argparse.Namespace) -> RunConfig:
     """The config of a new run: by file or by recipe, changed by the arguments."""
-    given = _given(options)
     if options.config is not None:
-        plain = RunConfig.from_plain(read_plain(options.config), str(options.config)).plain()
+        arguments.refuse(options, ["recipe"], "the settings come from --config")
+        base = RunConfig.from_plain(read_plain(options.config), str(options.config))
     else:
-        base = arguments.task(options)
-        optimizer = (options.optimizer or "tekfac").lower()
-        plain = applied(base.plain(), arguments.point(options, base, optimizer))
-    nested = {key: {**plain[key], **given.pop(key)} for key in ("options", "model_options")}
-    return RunConfig.from_plain({**plain, **given, **nested})
-
-
-def _given(options: argparse.Namespace) -> dict[str, Any]:
-    """The settings that stand on the command line."""
-    names = RunConfig.__dataclass_fields__
-    given = {key: value for key, value in vars(options).items() if key in names and value is not None}
-    own = {key: value for key in arguments.OPTIONS if (value := getattr(options, key)) is not None}
-    given["options"] = {**own, **dict(arguments.pair(text) for text in options.option)}
-    given["model_options"] = dict(arguments.pair(text) for text in options.model_option)
-    return given
+        task = arguments.task(options)
+        base = recipes.config(task, arguments.point(options, task, (options.optimizer or "tekfac").lower()))
+    return _changed(base, options)
 
 
 def _resumed(options: argparse.Namespace) -> RunConfig:
     """The config of the run that goes on; arguments may repeat it, and say where it is computed."""
-    saved = RunFolder(options.resume).config()
-    given = _given(options)
-    nested = {key: {**getattr(saved, key), **given.pop(key)} for key in ("options", "model_options")}
-    if options.config is not None:
-        return RunConfig.from_plain({**read_plain(options.config), **given})
-    return RunConfig.from_plain({**saved.plain(), **given, **nested})
+    arguments.refuse(options, ["recipe", "config"], "the settings come from the run")
+    return _changed(RunFolder(options.resume).config(), options)
+
+
+def _changed(config: RunConfig, options: argparse.Namespace) -> RunConfig:
+    """The config with the settings that stand on the command line."""
+    own = {key: value for key in OF_OPTIMIZER if (value := getattr(options, key)) is not None}
+    named = {key: value for key in arguments.OPTIONS if (value := getattr(options, key)) is not None}
+    further = {**config.options, **named, **dict(arguments.pair(text) for text in options.option)}
+    plain = arguments.over(config, options).plain()
+    return RunConfig.from_plain({**plain, **own, "options": further})

@@ -34,7 +34,6 @@ class Batches:
         augment: whether images are cropped and flipped at random.
         shuffle: whether every epoch has an order of its own; otherwise all have the order of `images`.
         device: where the batches are made.
-        drop_last: leave out a last batch that is not full.
         workers: threads that make batches ahead of time; with none they are made when they are asked for.
     """
 
@@ -49,7 +48,6 @@ class Batches:
         augment: bool,
         shuffle: bool,
         device: torch.device | str = "cpu",
-        drop_last: bool = False,
         workers: int = 0,
     ) -> None:
         _check(images, mean, std, batch_size, workers)
@@ -60,12 +58,7 @@ class Batches:
         ]
         self._batch_size, self._seed, self._workers = batch_size, seed, workers
         self._augment, self._shuffle = augment, shuffle
-        full, rest = divmod(len(images), batch_size)
-        self._count = full + bool(rest and not drop_last)
-        if not self._count:
-            raise ValueError(
-                f"No batch of {batch_size:,} can be made of {len(images):,} images. Use a smaller one."
-            )
+        self._count = -(-len(images) // batch_size)
         self._order: tuple[int, Tensor] | None = None
 
     def __len__(self) -> int:

@@ -7,9 +7,10 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from tekfac.extras import require
+from tekfac.lab.clock import PARTS
 from tekfac.lab.report.drawing import empty, legend, looks, style
 from tekfac.lab.report.lines import Line, over_epochs, over_time
-from tekfac.lab.report.runs import PARTS, Epoch, LayerCurvature, Run
+from tekfac.lab.report.runs import Epoch, LayerCurvature, Run
 from tekfac.lab.report.summary import GroupSummary, TaskSummary
 
 if TYPE_CHECKING:

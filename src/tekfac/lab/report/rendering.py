@@ -28,6 +28,8 @@ LATEX = {
     "<": r"\textless{}",
     ">": r"\textgreater{}",
     "±": r"$\pm$",
+    "ϑ": r"$\vartheta$",
+    "λ": r"$\lambda$",
     "×": r"$\times$",
     "·": r"$\cdot$",
     "—": "---",

@@ -9,11 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeVar, cast
 
+from tekfac.lab.clock import PARTS
 from tekfac.lab.files import read_json
-
-FORMAT = 1
-PARTS = ("data", "forward", "backward", "curvature", "update")
-"""What the time of a step is spent on."""
+from tekfac.lab.run_folder import FORMAT
 
 Status = Literal["finished", "diverged", "unfinished"]
 R = TypeVar("R")

@@ -7,8 +7,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 
+from tekfac.lab.clock import PARTS
 from tekfac.lab.report.grouping import Group, Task, tasks_of
-from tekfac.lab.report.runs import PARTS, Epoch, Run
+from tekfac.lab.report.runs import Epoch, Run
 
 CHOSEN = (
     "chosen so that at least three quarters of the settings reach it with every seed: the lowest of the seeds' "

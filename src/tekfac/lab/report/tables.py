@@ -6,6 +6,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
+from tekfac.lab.clock import PARTS
 from tekfac.lab.report.cells import (
     NOTHING,
     accuracy,
@@ -20,7 +21,6 @@ from tekfac.lab.report.cells import (
 )
 from tekfac.lab.report.names import display, position
 from tekfac.lab.report.rendering import Table
-from tekfac.lab.report.runs import PARTS
 from tekfac.lab.report.summary import GroupSummary, Spread, TaskSummary
 from tekfac.lab.report.wording import comparison_notes, time_notes
 

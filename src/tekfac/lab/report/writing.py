@@ -27,7 +27,6 @@ def write_report(
     title: str,
     target: float | None = None,
     extra_tables: Sequence[Table] = (),
-    extra_figures: Sequence[Drawing] = (),
     paper: tables.Paper | None = None,
     notes: Sequence[str] = (),
     command: str | None = None,
@@ -39,8 +38,7 @@ def write_report(
         out: folder, made if need be.
         title: of the page.
         target: test accuracy in percent that is to be reached; one is chosen for each task by default.
-        extra_tables: further tables, after those of the tasks.
-        extra_figures: further figures, after those of the tasks.
+        extra_tables: further tables, before those of the tasks.
         paper: accuracies that the paper prints, by (data, model, optimizer).
         notes: what a reader has to know first.
         command: which made the report (default: the `tekfac report` that makes it).
@@ -56,8 +54,8 @@ def write_report(
     parts = [_task_part(summary, name) for summary, name in zip(summaries, _names(summaries), strict=True)]
     if len(summaries) > 1 or paper:
         parts.insert(0, Part("Accuracy", [tables.accuracies(summaries, paper)]))
-    if extra_tables or extra_figures:
-        parts.append(Part("Further results", extra_tables, extra_figures))
+    if extra_tables:
+        parts.insert(0, Part("Beside the paper", extra_tables))
     drawings = [drawing for part in parts for drawing in part.drawings]
     for drawing in drawings:
         settle(drawing.figure)

@@ -1,0 +1,30 @@
+"""What a run is computed from beside its config: the images, and the source of a network of the user's own."""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+
+from tekfac.fisher.batch import hash_of
+from tekfac.lab.config import RunConfig
+from tekfac.lab.data.images import DataSet
+from tekfac.user_code import find_function
+
+
+def identity(config: RunConfig, data: DataSet) -> dict[str, str]:
+    """A digest of all images and labels, and of the file that a model of the user's own comes from."""
+    return {"data": _of_data(data), "model": _of_source(config.model) if ":" in config.model else ""}
+
+
+def _of_data(data: DataSet) -> str:
+    tensors = [tensor for images in (data.train, data.test) for tensor in (images.pixels, images.labels)]
+    return hashlib.sha256(repr([hash_of(tensor) for tensor in tensors]).encode()).hexdigest()[:16]
+
+
+def _of_source(name: str) -> str:
+    module = inspect.getmodule(find_function(name, "model"))
+    try:
+        source = "" if module is None else inspect.getsource(module)
+    except OSError:  # made without a file
+        source = ""
+    return hashlib.sha256(source.encode()).hexdigest()[:16]
