@@ -327,3 +327,80 @@ def test_the_missing_extra_is_named(command: str) -> None:
     assert done.returncode == 1
     assert "pip install 'tekfac[" in done.stderr
     assert done.stderr.count("\n") == 1, done.stderr
+
+
+# -- what is asked for is done, or refused -------------------------------------------------------------------
+
+
+def test_a_sweep_from_a_file_is_judged_on_held_back_images(
+    in_process: list[RunConfig], capsys: pytest.CaptureFixture[str]
+) -> None:
+    base = 'model = "mlp"\nepochs = 1\ntrain_samples = 64\n'
+    Path("my.toml").write_text(f"[base]\n{base}[grid]\nlr = [0.1, 0.2]\n")
+    assert main(["sweep", "--config", "my.toml", "--out", "s"]) == 0
+    assert {config.held_back for config in in_process} == {0.2}
+    Path("test.toml").write_text(f"[base]\nheld_back = 0\n{base}[grid]\nlr = [0.1]\n")
+    assert main(["sweep", "--config", "test.toml", "--out", "t"]) == 0
+    assert in_process[-1].held_back == 0
+    assert "judged on the test set" in capsys.readouterr().out
+    assert main(["compare", "--tuned", "s", "--optimizers", "tekfac", "--seeds", "1", "--out", "c"]) == 0
+
+
+@pytest.mark.parametrize("setting", ["momentum=0.5", "weight_decay=0.01"])
+def test_a_setting_that_is_no_option_reaches_the_optimizer(setting: str, in_process: list[RunConfig]) -> None:
+    asked = [
+        "--optimizers",
+        "sgdm",
+        "--option",
+        f"sgdm:{setting}",
+        "--epochs",
+        "1",
+        "--seeds",
+        "1",
+        "--out",
+        "c",
+    ]
+    assert main(["compare", *TINY, *asked]) == 0
+    name, _, value = setting.partition("=")
+    assert getattr(in_process[0], name) == float(value)
+    assert name not in in_process[0].options
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["sweep", "--config", "my.toml", "--seeds", "3"], "--seeds has no place here"),
+        (["sweep", "--config", "my.toml", "--optimizers", "adam"], "--optimizers has no place here"),
+        (["compare", "--tuned", "s", "--recipe", "paper"], "--recipe has no place here"),
+        (["train", "--resume", "r", "--config", "my.toml"], "--config has no place here"),
+    ],
+)
+def test_an_argument_that_would_not_be_heeded_is_refused(
+    arguments: list[str], told: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Path("my.toml").write_text("[grid]\nlr = [0.1]\n")
+    assert main(arguments) == 1
+    assert told in capsys.readouterr().err
+
+
+def test_a_wrong_setting_of_the_last_optimizer_is_told_before_the_first_is_run(
+    in_process: list[RunConfig], capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked = ["--optimizers", "sgdm,tekfac", "--option", "tekfac:dampng=0.1", "--out", "c"]
+    assert main(["compare", *TINY, *asked]) == 1
+    assert "Did you mean 'damping'?" in capsys.readouterr().err
+    assert in_process == []
+
+
+def test_the_runs_of_a_study_of_sensitivity_do_not_enter_the_table_of_accuracies(
+    in_process: list[RunConfig], tiny_tasks: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Otherwise one optimizer would be shown with the best of many settings, chosen on the test set."""
+    presented: dict[str, int] = {}
+    monkeypatch.setattr(
+        "tekfac.lab.commands.reproduce.present",
+        lambda folders, out, **settings: presented.update({out.name: len(folders)}),
+    )
+    asked = ["--data", "cifar100", "--models", "resnet20", "--optimizers", "sgdm,tekfac", "--seeds", "1"]
+    assert main(["reproduce", "all", *asked, "--out", "p"]) == 0
+    assert presented == {"table-accuracy": 2, "table-vartheta": 7, "table-lr": 4, "figure-sensitivity": 28}

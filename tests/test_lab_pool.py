@@ -1,0 +1,77 @@
+"""Many runs at a time, in real processes: all are run, and what stops one stops or spares the others."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from tekfac.lab.comparing import run_configs
+from tekfac.lab.config import RunConfig
+from tekfac.lab.interruption import Interrupted
+from tekfac.lab.pool import Job, Manner, run_all
+from tekfac.lab.run_folder import RunFolder
+
+BASE = RunConfig(model="mlp", optimizer="sgdm", lr=0.1, train_samples=256, epochs=1, threads=1)
+LONG = replace(BASE, epochs=2000)
+
+
+def test_all_are_run_and_one_that_fails_spares_the_others(tmp_path: Path) -> None:
+    bad = replace(BASE, model_options={"depth": 3})
+    configs = [BASE, bad, replace(BASE, seed=1)]
+    jobs = [Job(f"job {i}", (config,), (tmp_path / str(i),)) for i, config in enumerate(configs)]
+    with pytest.raises(ValueError, match=r"1 of 3 jobs failed; job 1: .*depth"):
+        run_all(jobs, Manner(processes=2, quiet=True))
+    assert [RunFolder(tmp_path / str(i)).result() is not None for i in range(3)] == [True, False, True]
+
+
+def when_training(folders: list[Path], act: object) -> threading.Thread:
+    """Act, in the background, as soon as all runs have finished an epoch."""
+
+    def wait() -> None:
+        deadline = time.monotonic() + 60
+        while time.monotonic() < deadline and not all((f / "epochs.csv").exists() for f in folders):
+            time.sleep(0.05)
+        act()  # type: ignore[operator]
+
+    thread = threading.Thread(target=wait)
+    thread.start()
+    return thread
+
+
+def test_a_signal_lets_every_run_save_itself_and_begins_no_other(tmp_path: Path) -> None:
+    jobs = [Job(f"job {i}", (replace(LONG, seed=i),), (tmp_path / str(i),)) for i in range(4)]
+    thread = when_training([tmp_path / "0", tmp_path / "1"], lambda: os.kill(os.getpid(), signal.SIGTERM))
+    with pytest.raises(Interrupted, match="stopped and saved"):
+        run_all(jobs, Manner(processes=2, quiet=True))
+    thread.join()
+    assert [(tmp_path / str(i) / "checkpoint.pt").exists() for i in range(4)] == [True, True, False, False]
+    assert not list(tmp_path.glob("*/*.unfinished"))
+
+
+def test_a_process_that_is_killed_is_told_of(tmp_path: Path) -> None:
+    import multiprocessing
+
+    def kill_one() -> None:
+        process = multiprocessing.active_children()[0]
+        assert process.pid is not None
+        os.kill(process.pid, signal.SIGKILL)
+
+    jobs = [Job("long", (LONG,), (tmp_path / "0",))]
+    thread = when_training([tmp_path / "0"], kill_one)
+    with pytest.raises(ValueError, match="was killed, perhaps for lack of memory"):
+        run_all(jobs, Manner(processes=1, quiet=True))
+    thread.join()
+
+
+def test_equal_configs_share_a_folder_and_are_run_once(tmp_path: Path) -> None:
+    manner = Manner(processes=1, quiet=True)
+    first = run_configs([BASE], tmp_path, manner, "once")
+    written = (first[0] / "model.pt").stat().st_mtime_ns
+    assert run_configs([replace(BASE, name="again")], tmp_path, manner, "twice") == first
+    assert (first[0] / "model.pt").stat().st_mtime_ns == written
