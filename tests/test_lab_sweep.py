@@ -86,6 +86,13 @@ def test_every_point_is_tried_once_and_the_best_comes_first(tmp_path: Path, reco
     assert {name: trial.point["lr"] for name, trial in best(trials).items()} == {"adam": 0.1, "sgdm": 0.1}
 
 
+def test_equally_good_points_come_in_the_order_of_the_plan(
+    tmp_path: Path, recorded: type[Recorder], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Outcome, "result", lambda self: [{"test_accuracy": 0.5}])
+    assert [trial.point for trial in sweep(GRID, tmp_path, Manner(processes=3))] == list(GRID.points)
+
+
 def test_what_is_done_is_not_done_again(tmp_path: Path, recorded: type[Recorder]) -> None:
     first = sweep(GRID, tmp_path, Manner())
     assert sweep(GRID, tmp_path, Manner()) == first

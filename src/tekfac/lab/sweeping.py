@@ -234,7 +234,7 @@ def _enqueue_missing(study: Any, plan: Sweep) -> None:
 
 
 def finished(study: Any, plan: Sweep, folder: Path) -> list[Trial]:
-    """The finished trials of a study, best first; a point that was tried twice is one."""
+    """The finished trials of a study, best first, equal ones in the order of the plan; every point once."""
     optuna = require("optuna", "A sweep")
     trials = {}
     for trial in study.get_trials(deepcopy=False, states=(optuna.trial.TrialState.COMPLETE,)):
@@ -242,7 +242,9 @@ def finished(study: Any, plan: Sweep, folder: Path) -> list[Trial]:
         folders = tuple(run_folder(folder, config) for config in plan.configs(point))
         whole = {"optimizer": plan.base.optimizer, **point}
         trials[trial.user_attrs[POINT]] = Trial(whole, float(trial.value), folders)
-    return sorted(trials.values(), key=lambda trial: -trial.accuracy)
+    order = {json.dumps(dict(point)): place for place, point in enumerate(plan.points)}
+    ranked = sorted(trials, key=lambda told: (-trials[told].accuracy, order.get(told, 0), told))
+    return [trials[told] for told in ranked]
 
 
 # -- the work ------------------------------------------------------------------------------------------------
