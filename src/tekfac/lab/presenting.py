@@ -9,7 +9,7 @@ from tekfac.lab.console import output
 from tekfac.lab.report.rendering import Table, to_rich
 from tekfac.lab.report.runs import find_runs
 from tekfac.lab.report.summary import summarise
-from tekfac.lab.report.tables import Paper, brief
+from tekfac.lab.report.tables import Paper, accuracies, brief
 from tekfac.lab.report.writing import write_report
 
 
@@ -36,7 +36,8 @@ def present(
         notes=notes,
         command=command,
     )
-    console = output()
-    for table in [*(brief(summary) for summary in summarise(runs, target)), *extra_tables]:
+    console, summaries = output(), summarise(runs, target)
+    overall = [accuracies(summaries, paper)] if paper or len(summaries) > 1 else []
+    for table in [*map(brief, summaries), *overall, *extra_tables]:
         console.print(to_rich(table))
     console.print(f"The page is {out / 'report.html'}", markup=False, soft_wrap=True)

@@ -23,7 +23,7 @@ from tekfac.lab.sweeping import best, sweep
 SCALE_NOTES: dict[Scale, str] = {
     "paper": "Ours at the paper's scale.",
     "small": "Ours in small, on a reduced budget: 4,096 training images of 16 x 16 pixels, 2,000 test images, "
-    "an eighth of the channels, 10 epochs. Such numbers cannot be compared with the paper's; orders can.",
+    "an eighth of the channels, 10 epochs. Such numbers do not compare with the paper's.",
 }
 
 SENSITIVE = ("cifar100", "resnet20", "tekfac")

@@ -132,10 +132,11 @@ def to_rich(table: Table) -> RichTable:
         pad_edge=False,
     )
     for column, name in enumerate(table.header):
+        words = [word for row in (table.header, *table.rows) for word in row[column].split()]
         shown.add_column(
             text(_in_two_lines(name)),
             justify="right" if column else "left",
-            no_wrap=column > 0,
+            min_width=max(map(len, words), default=0),
             overflow="fold",
         )
     for r, row in enumerate(table.rows):
