@@ -90,6 +90,8 @@ def train(
     run = RunFolder(folder)
     if run.exists:
         config = _require_same(run, config, resume)
+    if config.threads is not None:
+        torch.set_num_threads(config.threads)
     with Interruption() as interruption:
         data = read(config)
         source = identity(config, data)
@@ -163,8 +165,6 @@ class _Training:
         tensorboard: bool,
         interruption: Interruption,
     ) -> None:
-        if config.threads is not None:
-            torch.set_num_threads(config.threads)
         self.config = config
         self.folder = folder
         self.interruption = interruption

@@ -54,12 +54,22 @@ def curves(summary: TaskSummary) -> Figure:
         for axes in panels[0]:
             axes.axhline(100 * summary.target, color="#888888", linewidth=0.8, linestyle=(0, (1, 2)), zorder=1)
         panels[1, 0].set(yscale="log", xlabel="epoch")
+        _plain_within_a_decade(panels[1, 0])
         panels[1, 0].xaxis.get_major_locator().set_params(integer=True)
         panels[1, 1].set_xlabel("training time, seconds")
         handles, labels = panels[0, 0].get_legend_handles_labels()
         if labels:
             legend(figure, handles, labels)
     return figure
+
+
+def _plain_within_a_decade(axes: Axes) -> None:
+    """Numbers as they are on a logarithmic axis that does not reach over a power of ten."""
+    low, high = axes.get_ylim()
+    if high < 10 * low:
+        formatter = require("matplotlib.ticker", "A figure").FormatStrFormatter("%g")
+        axes.yaxis.set_major_formatter(formatter)
+        axes.yaxis.set_minor_formatter(formatter)
 
 
 def time_shares(summary: TaskSummary) -> Figure:
