@@ -33,6 +33,13 @@ def assert_close(actual: Tensor | float, expected: Tensor | float, rtol: float =
     assert error < rtol, f"relative error {error:.2e}, allowed {rtol:.0e}"
 
 
+def solve_rtol(block: Tensor, damping: float) -> float:
+    """RTOL, or the error that any solve with block + damping I may have in float64: n eps condition."""
+    values = torch.linalg.eigvalsh(block) + damping
+    condition = float(values[-1] / values[0])
+    return max(RTOL, len(block) * torch.finfo(torch.float64).eps * condition)
+
+
 def statistics(optimizer: NaturalGradient) -> Mapping[str, LayerCurvature]:
     """What an optimizer keeps of each layer: running moments and Theta, beside the block they stand for."""
     return MappingProxyType(optimizer._network.blocks)
