@@ -12,6 +12,7 @@ from scipy.io import loadmat, savemat
 
 from lab_data import SHARED, parts, python2_pickle, python3_pickle, random_images, write_set
 from tekfac.fisher import digits
+from tekfac.lab.config import RunConfig
 from tekfac.lab.data import DataSet, Images, load
 from tekfac.lab.data.catalogue import CIFAR10, CIFAR100, KNOWN, SVHN, Known, Layout
 from tekfac.lab.data.cifar import images_in_pickle
@@ -19,6 +20,7 @@ from tekfac.lab.data.images import held_back, joined
 from tekfac.lab.data.mat import read_mat
 from tekfac.lab.data.official import read_official
 from tekfac.lab.data.places import Place
+from tekfac.lab.inputs import read
 
 LAYOUTS = [(known, layout) for known in (CIFAR10, CIFAR100, SVHN) for layout in known.layouts]
 every_layout = pytest.mark.parametrize(
@@ -145,6 +147,15 @@ def test_held_back_images_are_mixed_and_no_longer_trained_on() -> None:
     assert "held-back" in held.notes[0]
     with pytest.raises(ValueError, match=r"Cannot hold back 200 of the 200 .* Expected 1 to 199"):
         held_back(dataset, 200)
+
+
+def test_a_run_is_tested_on_all_held_back_images_however_few_of_the_test_set_it_asks_for() -> None:
+    config = RunConfig(data="digits", train_samples=100, test_samples=50)
+    assert (len(read(config).train), len(read(config).test)) == (100, 50)
+    tuned = read(replace(config, held_back=300))
+    assert (len(tuned.train), len(tuned.test)) == (100, 300)
+    with pytest.raises(ValueError, match=r"Invalid train_samples: 1400. There are 1137 images"):
+        read(replace(config, held_back=300, train_samples=1400))
 
 
 @pytest.mark.skipif(not (SHARED / "svhn").is_dir(), reason=f"no SVHN in {SHARED}")

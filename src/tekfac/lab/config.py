@@ -40,7 +40,7 @@ class RunConfig:
         data_dir: where the data lie; None for the default folder.
         allow_partial: whether a part of a data set will do.
         train_samples: train on so many images; None for all.
-        test_samples: test on so many images; None for all.
+        test_samples: test on so many images of the test set; None for all.
         held_back: images of the training set that are tested on instead of the test set, for tuning: how many,
             or, below 1, which share of them.
         augment: random crops and flips; None for what is usual for the data.

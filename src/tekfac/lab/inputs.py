@@ -91,8 +91,9 @@ def _cut(data: DataSet, config: RunConfig) -> DataSet:
     if config.held_back:
         share = config.held_back < 1
         data = held_back(data, round(config.held_back * len(data.train)) if share else int(config.held_back))
-    train = _sample(data.train, config.train_samples, "train_samples")
-    data = replace(data, train=train, test=_sample(data.test, config.test_samples, "test_samples"))
+    else:
+        data = replace(data, test=_sample(data.test, config.test_samples, "test_samples"))
+    data = replace(data, train=_sample(data.train, config.train_samples, "train_samples"))
     size = config.image_size
     if size is not None and size != data.train.pixels.shape[-1]:
         data = replace(data, train=_resized(data.train, size), test=_resized(data.test, size))

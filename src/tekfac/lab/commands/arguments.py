@@ -30,7 +30,7 @@ def add_task(parser: argparse.ArgumentParser) -> None:
     task.add_argument("--data-dir", metavar="DIR", help="where the data lie (default: see tekfac data)")
     task.add_argument("--allow-partial", action="store_true", default=None, help="a part of the data will do")
     task.add_argument("--train-samples", type=int, metavar="N", help="train on so many images (default: all)")
-    task.add_argument("--test-samples", type=int, metavar="N", help="test on so many images (default: all)")
+    task.add_argument("--test-samples", type=int, metavar="N", help="of the test set (default: all)")
     task.add_argument(
         "--held-back",
         type=_count_or_share,
