@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 import tekfac
-from tekfac.extras import EXTRA_OF
+from tekfac.extras import EXTRAS_OF
 
 SOURCE = Path(tekfac.__file__).parent
 DOCUMENT = Path(__file__).parent.parent / "docs" / "architecture.md"
@@ -86,7 +86,7 @@ def test_hooks_are_registered_in_capture_alone() -> None:
 
 def test_importing_the_package_needs_no_optional_one() -> None:
     """Nor does estimating; NumPy does not come with torch either."""
-    missing = f"sys.modules.update(dict.fromkeys({('numpy', *EXTRA_OF)!r}))"
+    missing = f"sys.modules.update(dict.fromkeys({('numpy', *EXTRAS_OF)!r}))"
     use = "tekfac.fisher.estimate(torch.nn.Linear(2, 3), [(torch.ones(4, 2), torch.zeros(4).long())])"
     code = f"import sys; {missing}; import torch, tekfac, tekfac.command; print(len({use}))"
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout

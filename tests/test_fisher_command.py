@@ -163,7 +163,7 @@ def test_bad_input_is_said_in_one_line(
 @pytest.mark.parametrize(
     ("network", "data", "named"),
     [
-        ("nets", "loader", "has no function 'nets' for --network. It has make, loader"),
+        ("nets", "loader", "has no function 'nets' for --network. Expected one of make, loader"),
         ("no_network", "loader", "returned a int. Expected an nn.Module"),
         ("make", "nothing", "The loader is empty"),
         ("make", "once", "returned a generator. Expected batches that can be read several times"),

@@ -13,6 +13,7 @@ import pytest
 from tekfac.command import main
 from tekfac.lab import pool, recipes, sweeping
 from tekfac.lab.config import RunConfig
+from tekfac.lab.run_folder import RunFolder
 from tekfac.lab.training import train
 
 TINY = ["--model", "mlp", "--model-option", "width=8", "--train-samples", "128", "--test-samples", "50"]
@@ -168,13 +169,15 @@ def test_a_sweep_is_followed_by_a_comparison_of_its_best(
     assert main([*sweep, *TINY[:-2], "--out", "s", "--quiet"]) == 0
     assert len(in_process) == 10
     assert {c.held_back for c in in_process} == {100}
-    assert "10 trials" in capsys.readouterr().out
+    told = capsys.readouterr().out
+    assert "10 settings" in told
+    assert told.count("factors_every") == 1
     trials = json.loads(Path("s/trials.json").read_text())
     best = {
         name: next(t["point"] for t in trials if t["point"]["optimizer"] == name) for name in ("sgdm", "tkfac")
     }
     in_process.clear()
-    assert main(["compare", "--tuned", "s", "--optimizers", "sgdm,tkfac", "--seeds", "1", "--out", "c"]) == 0
+    assert main(["compare", "--tuned", "s", "--seeds", "1", "--out", "c"]) == 0
     assert {c.optimizer: c.lr for c in in_process} == {name: point["lr"] for name, point in best.items()}
     assert {(c.held_back, c.train_samples, c.model) for c in in_process} == {(0, 128, "mlp")}
 
@@ -248,6 +251,16 @@ def test_the_figure_of_sensitivity_is_over_both_settings(in_process: list[RunCon
 
 # -- bad input -----------------------------------------------------------------------------------------------
 
+NETS = """
+import sys
+from torch import nn
+def err(): raise KeyError("boom")
+def ends(): sys.exit(0)
+def wrong(): return nn.Sequential(nn.Flatten(), nn.Linear(64, 3))
+def narrow(): return nn.Sequential(nn.Flatten(), nn.Linear(63, 10))
+def empty(): return nn.Flatten()
+"""
+
 
 @pytest.mark.parametrize(
     ("arguments", "told"),
@@ -270,7 +283,19 @@ def test_the_figure_of_sensitivity_is_over_both_settings(in_process: list[RunCon
         (["compare", "--seeds", "many"], "Invalid --seeds: 'many'"),
         (["compare", "--lr", "adamw:1", "--optimizers", "sgdm"], "is not among --optimizers"),
         (["compare", "--jobs", "0"], "Invalid --jobs: 0"),
-        (["compare", "--tuned", "nowhere"], "There is no file"),
+        (["compare", "--tuned", "nowhere"], "'nowhere' holds no finished sweep"),
+        (["compare", "--lr", "sgdm:fast"], "Invalid --lr: 'fast'"),
+        (["train", "--checkpoint-every", "nan"], "Invalid --checkpoint-every: nan"),
+        (["train", "--seed", "99999999999999999999"], "Invalid seed"),
+        (["train", "--optimizer", "sgdm", "--momentum", "1.5"], "Invalid momentum: 1.5"),
+        (["train", "--model-option", "width=-3"], "Invalid width of the model: -3"),
+        (["train", "--model", "nets.py:err"], "Model nets.py:err failed with KeyError: 'boom'"),
+        (["train", "--model", "nets.py:ends"], "Model nets.py:ends failed with SystemExit"),
+        (["train", "--model", "nets.py:wrong"], "Model nets.py:wrong returned [2, 3] for images"),
+        (["train", "--model", "nets.py:narrow"], "Model nets.py:narrow failed on images of shape [2, 1, 8, 8]"),
+        (["train", "--model", "nets.py:empty"], "Model nets.py:empty has no parameters"),
+        (["train", "--model", "nets.py:wrnog"], "Did you mean 'wrong'?"),
+        (["train", "--model", "broken.py:make"], "Cannot import 'broken.py' for model: ZeroDivisionError"),
         (["sweep"], "needs --grid paper, --grid small or --config FILE"),
         (["sweep", "--config", "none.toml"], "There is no file 'none.toml'"),
         (["reproduce", "table-acuracy"], "Did you mean 'table-accuracy'?"),
@@ -283,6 +308,8 @@ def test_the_figure_of_sensitivity_is_over_both_settings(in_process: list[RunCon
 def test_bad_input_is_answered_in_a_line_or_two(
     arguments: list[str], told: str, capsys: pytest.CaptureFixture[str], in_process: list[RunConfig]
 ) -> None:
+    Path("nets.py").write_text(NETS)
+    Path("broken.py").write_text("1 / 0")
     assert main(arguments) == 1
     err = capsys.readouterr().err
     assert told in err
@@ -366,12 +393,34 @@ def test_a_setting_that_is_no_option_reaches_the_optimizer(setting: str, in_proc
     assert name not in in_process[0].options
 
 
+def test_an_argument_that_cannot_be_read_is_told_in_a_line(capsys: pytest.CaptureFixture[str]) -> None:
+    for arguments, told in {
+        ("compre",): "Did you mean 'compare'?",
+        ("sweep", "--grid", "papr"): "Did you mean 'paper'?",
+        ("compare", "--held-back", "many"): "'many' is neither a whole number nor a share below 1",
+        ("compare", "--epochs", "x"): "invalid int value: 'x'",
+    }.items():
+        with pytest.raises(SystemExit) as ended:
+            main(list(arguments))
+        err = capsys.readouterr().err
+        assert ended.value.code == 2
+        assert told in err
+        assert len(err.splitlines()) == 1
+
+
+def test_the_name_of_an_optimizer_may_be_written_large() -> None:
+    assert main(["train", "--optimizer", "TEKFAC", *TINY, "--epochs", "1", "--out", "r", "--quiet"]) == 0
+    assert RunFolder(Path("r")).config().optimizer == "tekfac"
+
+
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
         (["sweep", "--config", "my.toml", "--seeds", "3"], "--seeds has no place here"),
         (["sweep", "--config", "my.toml", "--optimizers", "adam"], "--optimizers has no place here"),
-        (["compare", "--tuned", "s", "--recipe", "paper"], "--recipe has no place here"),
+        (["compare", "--tuned", ".", "--recipe", "paper"], "--recipe has no place here"),
+        (["train", "--resume", "r", "--out", "elsewhere"], "--out has no place here"),
+        (["reproduce", "table-lr", "--optimizers", "adam"], "table-lr is of tekfac on cifar100 with resnet20"),
         (["train", "--resume", "r", "--config", "my.toml"], "--config has no place here"),
     ],
 )
@@ -379,6 +428,7 @@ def test_an_argument_that_would_not_be_heeded_is_refused(
     arguments: list[str], told: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     Path("my.toml").write_text("[grid]\nlr = [0.1]\n")
+    Path("trials.json").write_text("[]")
     assert main(arguments) == 1
     assert told in capsys.readouterr().err
 

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import io
+import os
+import subprocess
+import sys
 import tarfile
 from collections.abc import Callable
 from pathlib import Path
@@ -134,3 +137,23 @@ def test_a_failed_archive_leaves_earlier_files_alone(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="lacks"):
         unpack(archive(tmp_path / "archive", dict(list(members().items())[1:])), LAYOUT, tmp_path / "to")
     assert (tmp_path / "to" / LAYOUT.folder / "train.bin").read_bytes() == before
+
+
+def test_what_killed_processes_left_is_removed_and_nothing_else(tmp_path: Path) -> None:
+    to = tmp_path / "to"
+    ended = subprocess.Popen([sys.executable, "-c", ""])
+    ended.wait()
+    abandoned = to / f".{LAYOUT.folder}.{ended.pid}.unfinished"
+    others = [
+        to / f".{LAYOUT.folder}.{os.getppid()}.unfinished",
+        to / f".{LAYOUT.folder}.1.unfinished",
+        to / f".other.{ended.pid}.unfinished",
+        to / f".{LAYOUT.folder}.mine.unfinished",
+        to / f".{LAYOUT.folder}.{ended.pid}.unfinished.mine",
+    ]
+    for path in (abandoned, *others):
+        path.mkdir(parents=True)
+        (path / "train.bin").write_bytes(b"1")
+    unpack(archive(tmp_path / "archive", members()), LAYOUT, to)
+    assert not abandoned.exists()
+    assert all((path / "train.bin").is_file() for path in others)

@@ -67,7 +67,7 @@ def test_a_part_is_no_damage(everything: Path, capsys: pytest.CaptureFixture[str
     run("check", str(everything), "--name", "cifar10")
     out = capsys.readouterr().out
     assert "cifar-10-batches-py: partial, 16 + 4 images" in out
-    assert "official are 50,000 + 10,000" in out
+    assert "only a part of the set: official are 50,000 + 10,000 images; a run on a part needs" in out
     assert "data_batch_4: missing" in out
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from dataclasses import replace
 from pathlib import Path
 
@@ -19,7 +20,8 @@ from tekfac.lab.data.cifar import images_in_pickle
 from tekfac.lab.data.images import held_back, joined
 from tekfac.lab.data.mat import read_mat
 from tekfac.lab.data.official import read_official
-from tekfac.lab.data.places import Place
+from tekfac.lab.data.pickles import PlainArray, read_pickle
+from tekfac.lab.data.places import Place, place_in
 from tekfac.lab.inputs import read
 
 LAYOUTS = [(known, layout) for known in (CIFAR10, CIFAR100, SVHN) for layout in known.layouts]
@@ -89,13 +91,62 @@ def test_python_files_are_preferred(tmp_path: Path) -> None:
     assert len(load("cifar10", tmp_path, allow_partial=True).test) == 4
 
 
-@pytest.mark.parametrize("protocol", [2, 3, 4])
+def test_whole_files_are_preferred_to_a_part(tmp_path: Path) -> None:
+    python, binary = CIFAR10.layouts
+
+    def resize(layout: Layout) -> None:
+        """Files of the official sizes that take no space."""
+        for file in layout.of("train", "test"):
+            with (tmp_path / layout.folder / file.name).open("r+b") as opened:
+                opened.truncate(file.size)
+
+    def preferred() -> str:
+        place = place_in(CIFAR10, tmp_path)
+        assert place is not None
+        return place.layout.kind
+
+    for layout in (python, binary):
+        write_set(CIFAR10, layout, tmp_path / layout.folder, count=3)
+    assert preferred() == "python"
+    resize(binary)
+    assert preferred() == "binary"
+    resize(python)
+    assert preferred() == "python"
+    (tmp_path / python.folder / "data_batch_5").unlink()
+    assert preferred() == "binary"
+    (tmp_path / binary.folder / "test_batch.bin").unlink()
+    assert preferred() == "python"
+
+
+@pytest.mark.parametrize("protocol", [2, 3, 4, 5])
 def test_pickles_of_python_3_are_read_as_those_of_python_2(protocol: int, tmp_path: Path) -> None:
     images = random_images(300, 10)
     (tmp_path / "two").write_bytes(python2_pickle(images))
     (tmp_path / "three").write_bytes(python3_pickle(images, protocol=protocol))
     assert same(images_in_pickle(tmp_path / "two", "labels"), images)
     assert same(images_in_pickle(tmp_path / "three", "labels"), images)
+
+
+@pytest.mark.parametrize("protocol", [2, 3, 4, 5])
+@pytest.mark.parametrize("writable", [True, False])
+def test_a_whole_batch_that_python_3_pickled_again_is_read(
+    protocol: int, writable: bool, tmp_path: Path
+) -> None:
+    """As large as the official ones: in protocol 2 each name of a file is a call of its own."""
+    pixels = np.arange(10_000 * 3072, dtype=np.uint8).reshape(10_000, 3072)
+    pixels.flags.writeable = writable
+    batch = {
+        b"batch_label": b"training batch 1 of 5",
+        b"labels": [number % 10 for number in range(10_000)],
+        b"data": pixels,
+        b"filenames": [f"image_{number}.png".encode() for number in range(9_999)] + [b""],
+    }
+    (tmp_path / "batch").write_bytes(pickle.dumps(batch, protocol=protocol))
+    found = read_pickle(tmp_path / "batch")
+    array = found.pop("data")
+    assert isinstance(array, PlainArray)
+    assert (array.shape, bytes(array.data)) == (pixels.shape, pixels.tobytes())
+    assert found == {key.decode(): batch[key] for key in batch if key != b"data"}
 
 
 def test_names_of_classes_come_from_the_files_and_otherwise_from_the_catalogue(tmp_path: Path) -> None:
@@ -121,6 +172,15 @@ def test_digits_are_split_once_and_for_all() -> None:
     pixels, labels = digits.data(torch.float64)
     assert torch.equal(found.test.labels, labels[:360])
     assert torch.equal(found.train.pixels.double(), (pixels[360:] * 255).round())
+
+
+def test_digits_are_in_no_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ValueError, match=r"'digits' is in no folder: .*Leave --data-dir '/nonexistent' out"):
+        load("digits", "/nonexistent")
+    with pytest.raises(ValueError, match="is in no folder"):
+        read(RunConfig(data="digits", data_dir=str(tmp_path)))
+    monkeypatch.setenv("TEKFAC_DATA", str(tmp_path))
+    assert len(load("digits").train) == 1_437
 
 
 def test_the_default_folder_is_the_one_of_the_environment(

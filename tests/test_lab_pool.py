@@ -44,10 +44,13 @@ def when_training(folders: list[Path], act: object) -> threading.Thread:
     return thread
 
 
-def test_a_signal_lets_every_run_save_itself_and_begins_no_other(tmp_path: Path) -> None:
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_lets_every_run_save_itself_and_begins_no_other(
+    tmp_path: Path, number: signal.Signals
+) -> None:
     jobs = [Job(f"job {i}", (replace(LONG, seed=i),), (tmp_path / str(i),)) for i in range(4)]
-    thread = when_training([tmp_path / "0", tmp_path / "1"], lambda: os.kill(os.getpid(), signal.SIGTERM))
-    with pytest.raises(Interrupted, match="stopped and saved"):
+    thread = when_training([tmp_path / "0", tmp_path / "1"], lambda: os.kill(os.getpid(), number))
+    with pytest.raises(Interrupted, match="stopped; the same command goes on"):
         run_all(jobs, Manner(processes=2, quiet=True))
     thread.join()
     assert [(tmp_path / str(i) / "checkpoint.pt").exists() for i in range(4)] == [True, True, False, False]

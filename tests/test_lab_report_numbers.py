@@ -44,7 +44,7 @@ def test_the_numbers_of_a_group(tmp_path: Path) -> None:
     assert numbers(row.seconds) == pytest.approx((7.5, 3 * half))
     assert numbers(row.step_ms) == pytest.approx((250, 100 * half))
     assert row.parts_ms == pytest.approx(
-        {"data": 25, "forward": 50, "backward": 75, "curvature": 37.5, "update": 37.5, "other": 25}
+        {"data": 25, "forward": 50, "backward": 75, "curvature": 37.5, "update": 37.5}
     )
     assert (row.epochs_to_target.median, row.seconds_to_target.median) == pytest.approx((2.5, 6.5))
     assert row.epochs_to_target.by_all
@@ -107,15 +107,22 @@ def test_without_any_epoch_there_is_nothing_to_report(tmp_path: Path) -> None:
         summary(tmp_path)
 
 
-def test_curves_are_means_along_epochs_and_between_epochs_along_time(tmp_path: Path) -> None:
+def test_curves_are_means_along_epochs_and_along_the_mean_times_of_epochs(tmp_path: Path) -> None:
     write_run(tmp_path / "0", [0.2, 0.6, 0.8], per_epoch=1.0, seed=0)
     write_run(tmp_path / "1", [0.4, 0.8, 0.8], per_epoch=2.0, seed=1)
-    write_run(tmp_path / "2", [0.3], per_epoch=1.0, status="diverged", seed=2)
+    write_run(tmp_path / "2", [0.3], per_epoch=90.0, status="diverged", seed=2)
     runs = tasks_of(find_runs([tmp_path]))[0].groups[0].runs
     line = over_epochs(runs, lambda epoch: epoch.test_accuracy)
     assert line.x == [1, 2, 3]
     assert line.mean == pytest.approx([0.3, 0.7, 0.8])
     assert line.high[1] == pytest.approx(0.7 + 0.2 / math.sqrt(2))
-    line = over_time(runs, lambda epoch: epoch.test_accuracy)
-    assert (line.x[0], line.x[-1]) == (2.0, 3.0)
-    assert (line.mean[0], line.mean[-1]) == pytest.approx(((0.6 + 0.4) / 2, (0.8 + 0.6) / 2))
+    assert over_time(runs, lambda epoch: epoch.test_accuracy) == line._replace(x=[1.5, 3.0, 4.5])
+
+
+def test_curves_along_time_end_with_the_numbers_of_the_table(tmp_path: Path) -> None:
+    for seed, accuracies in enumerate([[0.2, 0.5, 0.9], [0.3, 0.4, 0.8], [0.1, 0.6, 0.7]]):
+        write_run(tmp_path / str(seed), accuracies, per_epoch=1.0 + 3 * seed, seed=seed)
+    (row,) = summary(tmp_path).rows
+    line = over_time(row.group.runs, lambda epoch: epoch.test_accuracy)
+    assert (line.mean[-1], line.high[-1] - line.mean[-1]) == pytest.approx(numbers(row.final_accuracy))
+    assert line.x[-1] == pytest.approx(numbers(row.seconds)[0])

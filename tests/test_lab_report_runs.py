@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from pathlib import Path
 
@@ -46,13 +45,6 @@ def test_a_last_line_that_was_cut_off_is_left_out(tmp_path: Path, cut: bytes) ->
     file = write_run(tmp_path / "run", [0.5, 0.6]) / "epochs.jsonl"
     file.write_bytes(file.read_bytes() + cut)
     assert [row.epoch for row in read_run(file.parent).epochs] == [1, 2]
-
-
-def test_an_epoch_that_was_trained_again_counts_once_with_its_last_row(tmp_path: Path) -> None:
-    file = write_run(tmp_path / "run", [0.5, 0.6]) / "epochs.jsonl"
-    second = json.loads(file.read_text().splitlines()[1])
-    file.write_text(file.read_text() + json.dumps(second | {"test_accuracy": 0.7}) + "\n")
-    assert [row.test_accuracy for row in read_run(file.parent).epochs] == [0.5, 0.7]
 
 
 def test_losses_that_are_null_are_not_numbers(tmp_path: Path) -> None:

@@ -6,15 +6,17 @@ import csv
 import re
 import xml.etree.ElementTree as ElementTree
 from collections import Counter
+from collections.abc import Sequence
 from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
+from matplotlib.figure import Figure
 
 from lab_runs import METHODS, write_comparison, write_run
 from tekfac.lab.report import find_runs, write_report
-from tekfac.lab.report.drawing import svg_of
-from tekfac.lab.report.figures import curvature, curves
+from tekfac.lab.report.drawing import settle, svg_of
+from tekfac.lab.report.figures import curvature, curves, time_shares
 from tekfac.lab.report.rendering import Table
 from tekfac.lab.report.sensitivity import heat_map, sensitivity, swept
 from tekfac.lab.report.summary import TaskSummary, summarise
@@ -177,7 +179,8 @@ def sweep(folder: Path) -> TaskSummary:
 def test_sweeps_are_found_and_drawn(tmp_path: Path) -> None:
     summary = sweep(tmp_path)
     drawings = {drawing.name: drawing for drawing in swept(summary)}
-    assert set(drawings) == {"sensitivity-lr", f"{METHODS[2]}-lr-trace_floor"}
+    curves_by_lr = {f"{optimizer}-curves-lr" for optimizer in ("sgdm", *METHODS[2:])}
+    assert set(drawings) == {"sensitivity-lr", f"{METHODS[2]}-lr-trace_floor", *curves_by_lr}
     axes = drawings["sensitivity-lr"].figure.axes[0]
     assert axes.get_xscale() == "log"
     drawn = {line.get_label(): list(line.lines[0].get_ydata()) for line in axes.containers}
@@ -187,6 +190,40 @@ def test_sweeps_are_found_and_drawn(tmp_path: Path) -> None:
     assert image is not None
     assert image.tolist()[1] == pytest.approx([89, 79, 69])
     assert len(drawings["sensitivity-lr"].alternative) > 100
+
+
+def grid(folder: Path, rates: Sequence[float], floors: Sequence[float]) -> TaskSummary:
+    """One optimizer over two settings; the second of each is best."""
+    for i, lr in enumerate(rates):
+        for j, floor in enumerate(floors):
+            for seed in range(2):
+                end = 0.9 - 0.1 * abs(i - 1) - 0.01 * abs(j - 1) + 0.001 * seed
+                own = {"optimizer": METHODS[3], "lr": lr, "seed": seed, "options": {"trace_floor": floor}}
+                write_run(folder / f"{i}{j}{seed}", [end / 2, end], **own)
+    return summarise(find_runs([folder]))[0]
+
+
+def test_a_large_sweep_of_one_optimizer_has_curves_along_each_setting(tmp_path: Path) -> None:
+    summary = grid(tmp_path, (0.001, 0.01, 0.1, 1.0), (0.25, 0.5, 1.0))
+    drawings = {drawing.name: drawing for drawing in swept(summary)}
+    name = METHODS[3]
+    assert set(drawings) == {f"{name}-lr-trace_floor", f"{name}-curves-lr", f"{name}-curves-trace_floor"}
+    by_lr, by_floor = drawings[f"{name}-curves-lr"], drawings[f"{name}-curves-trace_floor"]
+    assert "for every lr, at trace_floor 0.5 as in its best setting" in by_lr.caption
+    assert "for every trace_floor, at lr 0.01 as in its best setting" in by_floor.caption
+    lines = {line.get_label(): list(line.get_ydata()) for line in by_lr.figure.axes[0].lines}
+    assert list(lines) == ["0.001", "0.01", "0.1", "1"]
+    assert lines["0.01"] == pytest.approx([45.025, 90.05])
+    assert lines["1"] == pytest.approx([35.025, 70.05])
+    assert [line.get_label() for line in by_floor.figure.axes[0].lines] == ["0.25", "0.5", "1"]
+    legend = by_floor.figure.legends[0]
+    assert (legend.get_title().get_text(), words(by_floor.figure)) == ("trace_floor", ["0.25", "0.5", "1"])
+    assert len({line.get_color() for line in by_lr.figure.axes[0].lines}) == 4
+
+
+def test_a_sweep_whose_curves_are_drawn_already_has_no_others(tmp_path: Path) -> None:
+    summary = grid(tmp_path, (0.001, 0.01, 0.1), (0.25, 0.5, 1.0))
+    assert [drawing.name for drawing in swept(summary)] == [f"{METHODS[3]}-lr-trace_floor"]
 
 
 def test_what_was_not_swept_cannot_be_drawn(tmp_path: Path) -> None:
@@ -209,6 +246,89 @@ def test_the_curves_are_those_of_the_runs(tmp_path: Path) -> None:
     assert [line.get_marker() for line in accuracy.lines].count("x") == 1
     assert list(over_time.lines[0].get_xdata())[-1] == 8
     assert loss.get_yscale() == "log"
+
+
+def test_crosses_stand_at_the_time_that_curves_have(tmp_path: Path) -> None:
+    write_run(tmp_path / "a", [0.25, 0.5], per_epoch=4.0, seed=0)
+    write_run(tmp_path / "b", [0.125], losses=[None], per_epoch=60.0, status="diverged", seed=1)
+    figure = curves(summarise(find_runs([tmp_path]))[0])
+    (cross,) = [line for line in figure.axes[1].lines if line.get_marker() == "x"]
+    assert (list(cross.get_xdata()), list(cross.get_ydata())) == ([4.0], [12.5])
+
+
+def words(figure: Figure) -> list[str]:
+    """What the legend says."""
+    return [text.get_text() for text in figure.legends[0].get_texts()]
+
+
+@pytest.mark.parametrize("others", [False, True], ids=["alone", "beside other tasks"])
+def test_a_task_without_any_finite_loss_is_reported_as_diverged(tmp_path: Path, others: bool) -> None:
+    write_run(tmp_path / "runs" / "a", [0.1], losses=[None], status="diverged", layers=("fc",))
+    if others:
+        write_run(tmp_path / "runs" / "b", [0.5, 0.6], model="other")
+        write_run(tmp_path / "runs" / "c", [], status="diverged", model="none")
+    names = write_report(find_runs([tmp_path / "runs"]), tmp_path / "out", title="Nothing learnt")
+    text = (tmp_path / "out" / "report.html").read_text()
+    assert "1 of 1 diverged" in text
+    assert "not finite" in text
+    assert "figures/digits-cnn-curves.png" in names
+    panels = curves(summarise(find_runs([tmp_path / "runs" / "a"]))[0]).axes
+    assert [[text.get_text() for text in axes.texts] for axes in panels] == [[], []] + [["nothing finite"]] * 2
+    assert [line.get_marker() for line in panels[0].lines].count("x") == 1
+    assert not any("none" in name for name in names)
+
+
+def test_names_are_shown_letter_by_letter(tmp_path: Path) -> None:
+    nasty = ("_of mine", "$x$", r"a\$b$ and $c_{$", "$")
+    for index, name in enumerate(nasty):
+        own = {"name": name, "optimizer": "_$o$", "options": {"$s$": 0.1 * 2**index}}
+        write_run(tmp_path / "runs" / str(index), [0.5], layers=("_a", "_$b$"), **own)
+    write_report(find_runs([tmp_path / "runs"]), tmp_path / "out", title="A $title$ of _mine")
+    summary = summarise(find_runs([tmp_path / "runs"]))[0]
+    labels = [row.group.label for row in summary.rows]
+    assert all(any(name in label for label in labels) for name in nasty)
+    assert words(curves(summary)) == labels
+    time = time_shares(summary).axes[0]
+    assert [text.get_text() for text in time.get_yticklabels()] == labels
+    assert not any(text.get_parse_math() for text in time.get_yticklabels())
+    layers = curvature(summary)
+    assert words(layers) == ["_a", "_$b$"]
+    assert layers.legends[0].get_title().get_text() == "layer"
+    for axes, label in zip(layers.axes, labels, strict=False):
+        assert axes.get_title().replace("\n", " ") == f"{label}, seed 0"
+        assert not axes.title.get_parse_math()
+
+
+def test_settings_are_shown_letter_by_letter(tmp_path: Path) -> None:
+    for index in range(12):
+        own = {"$a_{$": 1.0 + index % 3, "_b$$": 1.0 + index // 3}
+        write_run(tmp_path / str(index), [0.5 + 0.01 * index], optimizer="_$o$", options=own)
+    summary = summarise(find_runs([tmp_path]))[0]
+    drawings = swept(summary)
+    assert len(drawings) == 3
+    for drawing in drawings:
+        settle(drawing.figure)
+    axes, bar = drawings[0].figure.axes
+    assert (axes.get_xlabel(), axes.get_ylabel(), bar.get_ylabel()) == (
+        "_b$$",
+        "$a_{$",
+        "_$o$: test accuracy, %",
+    )
+    settle(sensitivity(summary, "_b$$"))
+
+
+def test_the_curvature_is_that_of_the_first_seed_as_its_caption_says(tmp_path: Path) -> None:
+    for optimizer in METHODS:
+        for seed in (5, 3):
+            write_run(
+                tmp_path / "runs" / f"{optimizer}{seed}", [0.5], optimizer=optimizer, seed=seed, layers=("fc",)
+            )
+    write_report(find_runs([tmp_path / "runs"]), tmp_path / "out", title="Curvature")
+    titles = [axes.get_title() for axes in curvature(summarise(find_runs([tmp_path / "runs"]))[0]).axes[:4]]
+    assert titles == [f"{optimizer.upper()}, seed 3" for optimizer in METHODS]
+    text = (tmp_path / "out" / "report.html").read_text()
+    assert "one run of each setting that recorded them, with its first seed." in text
+    assert "every epoch stands at its mean time" in text
 
 
 def test_svg_ids_carry_their_prefix(tmp_path: Path) -> None:

@@ -11,14 +11,18 @@ from typing import Any
 
 import pytest
 
-from tekfac.lab import sweeping
+from tekfac.lab import study, sweeping
 from tekfac.lab.config import RunConfig
 from tekfac.lab.grids import Range, Search, Sweep, product
 from tekfac.lab.pool import Job, Manner
-from tekfac.lab.sweeping import best, read_base, read_trials, run_folder, sweep
+from tekfac.lab.run_folder import run_folder
+from tekfac.lab.study import STALE_AFTER, SharedStudy
+from tekfac.lab.sweeping import best, read_base, read_trials, sweep
 
 BASE = RunConfig(model="mlp", train_samples=200, held_back=100, epochs=1)
 GRID = Sweep("rates", BASE, tuple(product({"optimizer": ["sgdm", "adam"], "lr": [0.001, 0.01, 0.1]})))
+
+SEARCH = Sweep("search", BASE, search=Search({"lr": Range(1e-3, 0.1)}, trials=3))
 
 
 class Recorder:
@@ -59,8 +63,12 @@ class Outcome:
     def exception(self) -> BaseException | None:
         return ValueError("a run broke.") if self.job.configs[0].optimizer == Recorder.broken else None
 
-    def result(self) -> list[dict[str, float]]:
-        return [{"test_accuracy": accuracy(config)} for config in self.job.configs]
+    def result(self) -> list[dict[str, Any]]:
+        return [result(accuracy(config)) for config in self.job.configs]
+
+
+def result(accuracy: float, status: str = "finished") -> dict[str, Any]:
+    return {"test_accuracy": accuracy, "status": status}
 
 
 def accuracy(config: RunConfig) -> float:
@@ -89,7 +97,7 @@ def test_every_point_is_tried_once_and_the_best_comes_first(tmp_path: Path, reco
 def test_equally_good_points_come_in_the_order_of_the_plan(
     tmp_path: Path, recorded: type[Recorder], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Outcome, "result", lambda self: [{"test_accuracy": 0.5}])
+    monkeypatch.setattr(Outcome, "result", lambda self: [result(0.5)])
     assert [trial.point for trial in sweep(GRID, tmp_path, Manner(processes=3))] == list(GRID.points)
 
 
@@ -126,7 +134,7 @@ def test_runs_get_their_share_of_the_cores(
 def test_another_plan_is_refused_in_the_same_folder(tmp_path: Path, recorded: type[Recorder]) -> None:
     sweep(GRID, tmp_path, Manner())
     for other in (replace(GRID, base=replace(BASE, epochs=2)), replace(GRID, points=GRID.points[:2])):
-        with pytest.raises(ValueError, match="another plan"):
+        with pytest.raises(ValueError, match=r"another plan \(other (base|points)\)"):
             sweep(other, tmp_path, Manner())
     sweep(replace(GRID, base=replace(BASE, device="cpu", threads=1)), tmp_path, Manner())
 
@@ -142,83 +150,183 @@ def test_a_trial_that_fails_is_tried_again_and_the_others_are_kept(
     assert set(tried(recorded.latest)) == {("adam", 0.001), ("adam", 0.01), ("adam", 0.1)}
 
 
-def leave_running(plan: Sweep, folder: Path, owner: str, alive: float, storage: str | None = None) -> None:
+def test_a_point_that_diverged_comes_last(
+    tmp_path: Path, recorded: type[Recorder], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def results(self: Outcome) -> list[dict[str, Any]]:
+        [config] = self.job.configs
+        return [result(accuracy(config), "diverged" if config.lr == 0.1 else "finished")]
+
+    monkeypatch.setattr(Outcome, "result", results)
+    trials = sweep(GRID, tmp_path, Manner())
+    assert [trial.point["lr"] for trial in trials] == [0.01, 0.01, 0.001, 0.001, 0.1, 0.1]
+    assert [trial.diverged for trial in read_trials(tmp_path)] == [False] * 4 + [True] * 2
+    assert {name: trial.point["lr"] for name, trial in best(trials).items()} == {"adam": 0.01, "sgdm": 0.01}
+
+
+def test_a_config_that_two_grids_name_is_tried_once(tmp_path: Path, recorded: type[Recorder]) -> None:
+    points = [{"lr": 0.1}, {"lr": 0.1, "epochs": 1}, {"lr": 0.2}, {"optimizer": BASE.optimizer, "lr": 0.2}]
+    assert len(sweep(Sweep("rates", BASE, tuple(points)), tmp_path, Manner())) == 2
+    assert len(recorded.latest.jobs) == 2
+
+
+HERE = socket.gethostname()
+DEAD = 2**22 + 1
+
+
+def leave_running(folder: Path, owner: str | None, alive: float, storage: str | None = None) -> None:
     """A trial as a process leaves it that was killed."""
-    study = sweeping._study(plan, folder, storage)
-    sweeping._enqueue_missing(study, plan)
-    trial = sweeping._next_trial(study, plan)
-    trial.set_user_attr("owner", owner)
-    trial.set_user_attr("alive", alive)
+    folder.mkdir(exist_ok=True)
+    shared = SharedStudy(GRID, folder, storage)
+    shared.refill(points=True)
+    if owner is None:
+        shared._study.ask()
+    else:
+        trial = shared.take()
+        trial.set_user_attr("owner", owner)
+        trial.set_user_attr("alive", alive)
+
+
+@pytest.fixture
+def slept(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """Seconds that were waited for others; none of them is waited for really."""
+    waits: list[float] = []
+    monkeypatch.setattr(sweeping, "WAIT_SECONDS", 15.0)
+    monkeypatch.setattr(time, "monotonic", lambda: sum(waits))
+    monkeypatch.setattr(time, "sleep", waits.append)
+    return waits
 
 
 @pytest.mark.parametrize("storage", [None, "journal"])
 def test_the_trial_of_a_dead_process_is_tried_again(
-    tmp_path: Path, recorded: type[Recorder], storage: str | None
+    tmp_path: Path, recorded: type[Recorder], slept: list[float], storage: str | None
 ) -> None:
     place = f"journal:{tmp_path / 'journal.log'}" if storage else None
-    tmp_path.joinpath("out").mkdir()
-    leave_running(GRID, tmp_path / "out", f"{socket.gethostname()}:{2**22 + 1}", time.time(), place)
+    leave_running(tmp_path / "out", f"{HERE}:{DEAD}", time.time(), place)
     assert len(sweep(GRID, tmp_path / "out", Manner(), place)) == 6
     assert len(tried(recorded.latest)) == 6
+    assert not slept
 
 
-def test_the_trial_of_a_silent_machine_is_tried_again(tmp_path: Path, recorded: type[Recorder]) -> None:
-    leave_running(GRID, tmp_path, "elsewhere:1", time.time() - 3600)
-    assert len(sweep(GRID, tmp_path, Manner())) == 6
-    assert len(tried(recorded.latest)) == 6
-
-
-def test_the_trial_of_a_living_process_is_waited_for(
-    tmp_path: Path, recorded: type[Recorder], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("owner", "age", "waited"),
+    [
+        ("elsewhere:1", 3600, 2 * study.ALIVE_EVERY),  # its machine has long been silent, by its own clock
+        ("elsewhere:1", 60, STALE_AFTER),
+        (f"{HERE}:1", 60, STALE_AFTER),  # the number of its process is another one's now
+        (None, 0, study.OWNED_WITHIN),  # killed before it could put its name to it
+    ],
+)
+def test_the_trial_of_a_silent_process_is_tried_again(
+    tmp_path: Path, recorded: type[Recorder], slept: list[float], owner: str | None, age: float, waited: float
 ) -> None:
-    leave_running(GRID, tmp_path, "elsewhere:1", time.time() - 60)
-    waits = []
+    leave_running(tmp_path, owner, time.time() - age)
+    assert len(sweep(GRID, tmp_path, Manner(quiet=True))) == 6
+    assert len(tried(recorded.latest)) == 6
+    assert waited < sum(slept) <= waited + 15
+
+
+def test_the_trial_of_a_living_process_is_waited_for_however_its_clock_goes(
+    tmp_path: Path,
+    recorded: type[Recorder],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    leave_running(tmp_path, "elsewhere:1", time.time() - 7200)
+    waits: list[float] = []
+    monkeypatch.setattr(time, "monotonic", lambda: 60.0 * len(waits))
 
     def sleep(seconds: float) -> None:
         waits.append(seconds)
-        study = sweeping._study(GRID, tmp_path, None)
-        [trial] = [trial for trial in study.trials if trial.state.name == "RUNNING"]
-        study.tell(trial.number, 0.99)
+        other = SharedStudy(GRID, tmp_path, None)._study
+        [trial] = [trial for trial in other.trials if trial.state.name == "RUNNING"]
+        if len(waits) < 30:
+            alive = trial.user_attrs["alive"] + 60
+            other._storage.set_trial_user_attr(trial._trial_id, "alive", alive)
+        else:
+            other.tell(trial.number, 0.99)
 
-    monkeypatch.setattr(sweeping.time, "sleep", sleep)
+    monkeypatch.setattr(time, "sleep", sleep)
     trials = sweep(GRID, tmp_path, Manner())
-    assert (len(trials), trials[0].accuracy, len(waits)) == (6, 0.99, 1)
+    assert (len(trials), trials[0].accuracy, len(waits)) == (6, 0.99, 30)
     assert len(tried(recorded.latest)) == 5
+    assert capsys.readouterr().err.count("Waiting for 1 trials that other processes are at work on") == 1
 
 
-def test_a_trial_without_a_sign_of_life_yet_is_taken_for_living(tmp_path: Path) -> None:
-    study = sweeping._study(GRID, tmp_path, None)
-    sweeping._enqueue_missing(study, GRID)
-    study.ask()
-    sweeping._give_up_stale_trials(study, GRID)
-    assert [trial.state.name for trial in study.trials].count("RUNNING") == 1
+def test_a_trial_that_was_given_to_another_may_still_end(tmp_path: Path) -> None:
+    shared = SharedStudy(GRID, tmp_path, None)
+    shared.refill(points=True)
+    trial = shared.take()
+    shared._study.tell(trial.number, state=shared._states.FAIL)
+    shared.finish(trial, 0.5, diverged=False)
+    assert shared.num_finished == 0
 
 
 def test_a_point_that_two_processes_enqueue_is_tried_once(tmp_path: Path, recorded: type[Recorder]) -> None:
-    study = sweeping._study(GRID, tmp_path, None)
+    shared = SharedStudy(GRID, tmp_path, None)
     for _ in range(2):
         for point in GRID.points:
-            study.enqueue_trial(dict(point), user_attrs={"point": json.dumps(dict(point))})
+            shared._study.enqueue_trial(dict(point), user_attrs={"point": json.dumps(dict(point))})
     assert len(sweep(GRID, tmp_path, Manner())) == 6
     assert len(tried(recorded.latest)) == 6
 
 
+def test_of_two_that_begin_the_same_point_at_once_one_goes_on(tmp_path: Path) -> None:
+    shared = SharedStudy(GRID, tmp_path, None)
+    told = json.dumps(dict(GRID.points[0]))
+    for _ in range(2):
+        shared._study.enqueue_trial(dict(GRID.points[0]), user_attrs={"point": told})
+    first, second = shared._study.ask(), shared._study.ask()
+    assert not shared._is_taken(told, first.number)
+    assert shared._is_taken(told, second.number)
+
+
 def test_the_unfinished_point_of_a_search_is_tried_again(tmp_path: Path, recorded: type[Recorder]) -> None:
-    plan = Sweep("search", BASE, search=Search({"lr": Range(1e-3, 0.1)}, trials=3))
-    study = sweeping._study(plan, tmp_path, None)
-    trial = sweeping._next_trial(study, plan)
-    trial.set_user_attr("owner", f"{socket.gethostname()}:{2**22 + 1}")
-    trials = sweep(plan, tmp_path, Manner())
+    trial = SharedStudy(SEARCH, tmp_path, None).take()
+    trial.set_user_attr("owner", f"{HERE}:{DEAD}")
+    trials = sweep(SEARCH, tmp_path, Manner())
     assert len(trials) == 3
     assert json.loads(trial.user_attrs["point"])["lr"] in [trial.point["lr"] for trial in trials]
     assert len({trial.point["lr"] for trial in trials}) == 3
 
 
+def test_a_search_with_fewer_trials_than_were_begun_ends(tmp_path: Path, recorded: type[Recorder]) -> None:
+    sweep(replace(SEARCH, search=Search({"lr": Range(1e-3, 0.1)}, trials=2)), tmp_path, Manner())
+    trial = SharedStudy(SEARCH, tmp_path, None).take()
+    trial.set_user_attr("owner", f"{HERE}:{DEAD}")
+    assert (
+        len(sweep(replace(SEARCH, search=Search({"lr": Range(1e-3, 0.1)}, trials=1)), tmp_path, Manner())) == 2
+    )
+
+
+def test_a_point_that_is_drawn_twice_is_computed_once(tmp_path: Path) -> None:
+    base = replace(BASE, optimizer="sgdm", model_options={"width": 8}, threads=1)
+    plan = Sweep("search", base, search=Search({"lr": (0.1,)}, trials=3, sampler="random"))
+    [trial] = sweep(plan, tmp_path, Manner(processes=2, quiet=True))
+    assert len(list((tmp_path / "runs").iterdir())) == 1
+    assert trial.accuracy > 0
+
+
+@pytest.mark.parametrize(
+    ("space", "message"),
+    [
+        ({"learning_rate": Range(0.1, 1.0)}, "The search has an unknown key 'learning_rate'"),
+        ({"lr": Range(-1.0, 0.1, log=False)}, "Invalid lr: -1.0"),
+        ({"optimizer": ("sgdm", "tekfak")}, "Did you mean 'tekfac'"),
+    ],
+)
+def test_a_search_is_checked_before_anything_is_run(
+    tmp_path: Path, recorded: type[Recorder], space: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        sweep(Sweep("search", BASE, search=Search(space, trials=2)), tmp_path, Manner())
+    assert not (tmp_path / "sweep.db").exists()
+
+
 def test_a_search_in_which_all_fails_ends(tmp_path: Path, recorded: type[Recorder]) -> None:
     recorded.broken = BASE.optimizer
-    plan = Sweep("search", BASE, search=Search({"lr": Range(1e-3, 0.1)}, trials=3))
     with pytest.raises(ValueError, match="1 of the trials failed"):
-        sweep(plan, tmp_path, Manner())
+        sweep(SEARCH, tmp_path, Manner())
 
 
 def test_a_point_without_an_optimizer_has_that_of_the_base(tmp_path: Path, recorded: type[Recorder]) -> None:
@@ -236,13 +344,11 @@ def test_a_setting_that_cannot_be_is_told_before_anything_is_run(
 
 
 def test_two_that_share_a_study_take_different_trials(tmp_path: Path) -> None:
-    one, two = (sweeping._study(GRID, tmp_path, None) for _ in range(2))
-    sweeping._enqueue_missing(one, GRID)
-    taken = []
-    for study in [one, two] * 3:
-        taken.append(sweeping._next_trial(study, GRID).user_attrs["point"])
+    one, two = (SharedStudy(GRID, tmp_path, None) for _ in range(2))
+    one.refill(points=True)
+    taken = [shared.take().user_attrs["point"] for shared in [one, two] * 3]
     assert sorted(taken) == sorted(json.dumps(point) for point in GRID.points)
-    assert sweeping._next_trial(one, GRID) is None
+    assert one.take() is None
 
 
 @pytest.mark.parametrize("sampler", ["tpe", "random", "qmc"])

@@ -17,8 +17,9 @@ import pytest
 import torch
 
 from lab_data import draw
+from tekfac.lab import training
 from tekfac.lab.config import RunConfig, read_plain
-from tekfac.lab.interruption import Interrupted
+from tekfac.lab.interruption import Interrupted, Interruption
 from tekfac.lab.optimizers import FACTORIES, NATURAL
 from tekfac.lab.run_folder import RunFolder
 from tekfac.lab.training import Progress, learning_rate_factor, train
@@ -238,6 +239,76 @@ def test_a_run_goes_on_with_as_many_threads_as_it_began_with(
     assert used == [1]
 
 
+def test_a_run_goes_on_with_the_threads_that_torch_had_chosen(tmp_path: Path) -> None:
+    config, threads = replace(config_of("sgdm"), threads=None), torch.get_num_threads()
+    with pytest.raises(Interrupted):
+        train(config, tmp_path, watch=interrupted_at(3))
+    torch.set_num_threads(threads + 1)
+    try:
+        train(config, tmp_path, resume=True)
+        assert torch.get_num_threads() == threads
+    finally:
+        torch.set_num_threads(threads)
+    assert read_plain(tmp_path)["threads"] == threads
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [{"model": "mpl"}, {"model_options": {"bogus": 1}}, {"options": {"bogus": 1}}, {"device": "abacus"}],
+)
+def test_a_run_that_could_not_begin_is_not_in_the_way(tmp_path: Path, wrong: dict[str, Any]) -> None:
+    with pytest.raises((ValueError, TypeError)):
+        train(config_of("tekfac", **wrong), tmp_path)
+    assert train(config_of("tekfac"), tmp_path)["status"] == "finished"
+
+
+def test_a_run_that_got_nowhere_may_begin_anew_with_other_settings(tmp_path: Path) -> None:
+    with pytest.raises(RuntimeError, match="broken"):
+        train(config_of("sgdm"), tmp_path, watch=broken)
+    assert (tmp_path / "run.json").exists()
+    assert train(config_of("sgdm", lr=0.2), tmp_path)["status"] == "finished"
+    assert read_plain(tmp_path)["lr"] == 0.2
+
+
+def broken(at: Progress) -> None:
+    raise RuntimeError("broken")
+
+
+def test_a_log_that_has_lost_lines_is_told_and_no_checkpoint_is_lost(tmp_path: Path) -> None:
+    with pytest.raises(Interrupted):
+        train(config_of("sgdm"), tmp_path, watch=interrupted_at(8))
+    log = tmp_path / "epochs.jsonl"
+    log.write_bytes(log.read_bytes()[:-10])
+    for _ in range(2):
+        with pytest.raises(ValueError, match=r"jsonl' is shorter than .* Remove checkpoint.pt to begin anew"):
+            train(config_of("sgdm"), tmp_path, resume=True)
+    assert (tmp_path / "checkpoint.pt").exists()
+
+
+def test_a_signal_in_the_last_evaluation_ends_what_comes_after(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    evaluate = training.evaluate
+
+    def signalled(*arguments: Any) -> Any:
+        if (tmp_path / "epochs.jsonl").exists() and len(RunFolder(tmp_path).rows("epochs.jsonl")) == 2:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return evaluate(*arguments)
+
+    monkeypatch.setattr(training, "evaluate", signalled)
+    with Interruption() as interruption:
+        assert train(config_of("sgdm"), tmp_path)["status"] == "finished"
+        assert interruption.number == signal.SIGTERM
+        interruption.number = None
+
+
+def test_settings_given_as_tuples_are_those_of_the_file(tmp_path: Path) -> None:
+    config = config_of("adam", options={"betas": (0.8, 0.99)})
+    with pytest.raises(Interrupted):
+        train(config, tmp_path, watch=interrupted_at(3))
+    assert train(config, tmp_path, resume=True)["status"] == "finished"
+
+
 def test_what_a_killed_process_was_writing_is_removed(tmp_path: Path) -> None:
     (tmp_path / "checkpoint.pt.123.unfinished").write_bytes(b"half")
     train(config_of("sgdm"), tmp_path)
@@ -284,17 +355,20 @@ def test_a_full_disk_leaves_the_earlier_checkpoint(tmp_path: Path, monkeypatch: 
     config = config_of("tekfac")
     train(config, tmp_path / "whole")
     save, calls = torch.save, []
+    limit = resource.getrlimit(resource.RLIMIT_FSIZE)
 
-    def full(value: Any, path: Path) -> None:
-        calls.append(path)
+    def full(value: Any, file: Any) -> None:
+        calls.append(file)
         if len(calls) == 4:
-            Path(path).write_bytes(b"as much as there was room for")
-            raise OSError(28, "No space left on device")
-        save(value, path)
+            resource.setrlimit(resource.RLIMIT_FSIZE, (4096, limit[1]))
+        save(value, file)
 
     monkeypatch.setattr(torch, "save", full)
-    with pytest.raises(OSError, match=r"No space left on device; the earlier one is untouched"):
-        train(config, tmp_path / "cut", checkpoint_seconds=0)
+    try:
+        with pytest.raises(OSError, match=r"checkpoint.pt': File too large; the earlier one is untouched"):
+            train(config, tmp_path / "cut", checkpoint_seconds=0)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limit)
     assert not list((tmp_path / "cut").glob("*.unfinished"))
     monkeypatch.undo()
     assert torch.load(tmp_path / "cut" / "checkpoint.pt", weights_only=True)["batch"] == 3

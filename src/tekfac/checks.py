@@ -10,7 +10,9 @@ from typing import Any
 def require_choice(name: str, value: Any, choices: Sequence[str], where: str = "") -> None:
     """Raise ValueError for a value that is not one of the choices."""
     if value not in choices:
-        raise ValueError(f"Unknown {name}: {value!r}. Expected one of {', '.join(choices)}{where}.")
+        near = difflib.get_close_matches(str(value).lower(), choices, n=1)
+        hint = f" Did you mean {near[0]!r}?" if near else ""
+        raise ValueError(f"Unknown {name}: {value!r}.{hint} Expected one of {', '.join(choices)}{where}.")
 
 
 def require_keywords(owner: str, keywords: Iterable[str], names: Sequence[str]) -> None:

@@ -8,15 +8,30 @@ import os
 import shlex
 import sys
 from collections.abc import Sequence
+from typing import Any, NoReturn
 
+from tekfac.checks import nearest
 from tekfac.fisher import command as fisher_command
 from tekfac.lab import command as lab_command
 from tekfac.version import __version__
 
 
+class Parser(argparse.ArgumentParser):
+    """Says in a line what is wrong, and suggests the nearest name."""
+
+    def error(self, message: str) -> NoReturn:
+        """Say what is wrong, without the whole usage, and end."""
+        self.exit(2, f"{self.prog}: {message}. {self.prog} --help lists all arguments.\n")
+
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        if action.choices is not None and value not in action.choices:
+            hint = nearest(str(value), map(str, action.choices)).rstrip(".")
+            raise argparse.ArgumentError(action, f"{value!r} is unknown.{hint}")
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command; what went wrong is said in one line, and is the exit status."""
-    parser = argparse.ArgumentParser(prog="tekfac", description="Natural gradient and Fisher approximations.")
+    parser = Parser(prog="tekfac", description="Natural gradient and Fisher approximations.")
     parser.add_argument("--version", action="version", version=f"tekfac {__version__}")
     parser.add_argument("--debug", action="store_true", help="show where an error happened")
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
@@ -39,11 +54,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except Exception as error:
         if options.debug:
             raise
-        kind = (
-            ""
-            if isinstance(error, ValueError | TypeError | ImportError | OSError)
-            else f"{type(error).__name__}: "
-        )
-        print(f"tekfac: {kind}{' '.join(str(error).split())} (tekfac --debug shows where)", file=sys.stderr)
+        text = " ".join(str(error).split())
+        if not isinstance(error, ValueError | TypeError | ImportError | OSError):
+            text = f"{type(error).__name__}: {text} (tekfac --debug shows where)"
+        print(f"tekfac: {text}", file=sys.stderr)
         return 1
     return 0

@@ -5,19 +5,19 @@ from __future__ import annotations
 import importlib
 from types import ModuleType
 
-EXTRA_OF = {
-    "scipy": "fisher",
-    "numpy": "fisher",
-    "safetensors": "fisher",
-    "tqdm": "fisher",
-    "matplotlib": "fisher",
-    "sklearn": "fisher",
-    "rich": "lab",
-    "optuna": "lab",
-    "tensorboard": "lab",
-    "PIL": "lab",
+EXTRAS_OF = {
+    "scipy": ("fisher", "lab"),
+    "numpy": ("fisher", "lab"),
+    "safetensors": ("fisher",),
+    "tqdm": ("fisher",),
+    "matplotlib": ("fisher", "lab"),
+    "sklearn": ("fisher", "lab"),
+    "rich": ("lab",),
+    "optuna": ("lab",),
+    "tensorboard": ("lab",),
+    "PIL": ("lab",),
 }
-"""The extra of tekfac that brings each package."""
+"""The extras of tekfac that bring each package: `fisher` for tekfac.fisher, `lab` for the lab."""
 
 
 def require(module: str, purpose: str) -> ModuleType:
@@ -32,8 +32,9 @@ def require(module: str, purpose: str) -> ModuleType:
     except ModuleNotFoundError as error:
         if error.name is None or error.name.partition(".")[0] != package:
             raise
-        extra = EXTRA_OF[package]
+        extras = EXTRAS_OF[package]
         raise ImportError(
-            f"{purpose} needs {package}, which is not installed. It comes with an extra of tekfac: "
-            f"pip install 'tekfac[{extra}]', or, in a clone of it, pip install -e '.[{extra}]'."
+            f"{purpose} needs {package}, which is not installed. It comes with the extra "
+            f"{' or '.join(extras)} of tekfac: pip install 'tekfac[{extras[-1]}]', or, in a clone of it, "
+            f"pip install -e '.[{extras[-1]}]'."
         ) from error

@@ -9,6 +9,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from tekfac.checks import nearest
+
 
 def find_function(name: str, option: str) -> Callable[..., Any]:
     """The function that `package.module:function` or `path/to/file.py:function` names.
@@ -23,13 +25,13 @@ def find_function(name: str, option: str) -> Callable[..., Any]:
         )
     try:
         module = _from_file(Path(place)) if place.endswith(".py") else _from_name(place)
-    except (ModuleNotFoundError, FileNotFoundError) as error:
-        raise ValueError(f"Cannot import {place!r} for {option}: {error}.") from error
+    except (Exception, SystemExit) as error:
+        reason = str(error) if isinstance(error, FileNotFoundError) else f"{type(error).__name__}: {error}"
+        raise ValueError(f"Cannot import {place!r} for {option}: {reason}") from error
     function = getattr(module, attribute, None)
     if not callable(function):
         names = [n for n, value in vars(module).items() if callable(value) and not n.startswith("_")]
-        known = ", ".join(names) or "none"
-        raise ValueError(f"{place!r} has no function {attribute!r} for {option}. It has {known}.")
+        raise ValueError(f"{place!r} has no function {attribute!r} for {option}.{nearest(attribute, names)}")
     return function  # type: ignore[no-any-return]
 
 

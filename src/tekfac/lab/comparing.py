@@ -7,7 +7,7 @@ from pathlib import Path
 
 from tekfac.lab.config import RunConfig
 from tekfac.lab.pool import Job, Manner, run_all, share
-from tekfac.lab.sweeping import run_folder
+from tekfac.lab.run_folder import run_folder
 from tekfac.lab.training import check_all
 
 

@@ -101,7 +101,19 @@ class RunConfig:
             _require(value is None or value >= 1, name, value, "a whole number, at least 1, or nothing")
         for name in ("held_back", "workers", "weight_decay"):
             _require(getattr(self, name) >= 0, name, getattr(self, name), "a number that is not negative")
+        _require(
+            self.held_back < 1 or isinstance(self.held_back, int),
+            "held_back",
+            self.held_back,
+            "a whole number, or a share below 1",
+        )
+        _require(self.weight_decay < math.inf, "weight_decay", self.weight_decay, "a finite number")
+        _require(0 <= self.seed < 2**63, "seed", self.seed, "a whole number from 0 to 2^63 - 1")
         _require(0 < self.lr < math.inf, "lr", self.lr, "a positive number")
+        if self.momentum is not None:
+            _require(0 <= self.momentum < 1, "momentum", self.momentum, "a number in [0, 1)")
+        for name in ("model_options", "options"):
+            object.__setattr__(self, name, _as_in_a_file(name, getattr(self, name)))
         _require(0 < self.decay_factor <= 1, "decay_factor", self.decay_factor, "a number in (0, 1]")
         require_choice("schedule", self.schedule, SCHEDULES)
         for name in OF_OPTIMIZER:
@@ -169,6 +181,17 @@ def read_plain(path: Path) -> dict[str, Any]:
 def _require(holds: bool, name: str, value: Any, expected: str) -> None:
     if not holds:
         raise ValueError(f"Invalid {name}: {value!r}. Expected {expected}.")
+
+
+def _as_in_a_file(name: str, values: Mapping[str, Any]) -> dict[str, Any]:
+    """The values as they come back from a file: tuples as lists."""
+    try:
+        plain: dict[str, Any] = json.loads(json.dumps(dict(values), allow_nan=False))
+    except (TypeError, ValueError) as error:
+        raise ValueError(
+            f"Invalid {name}: {values!r}. Expected numbers, texts, lists, true and false: what a file can hold."
+        ) from error
+    return plain
 
 
 def _require_type(name: str, value: Any, hint: Any) -> None:

@@ -23,6 +23,11 @@ def output() -> Console:
     return require("rich.console", "The lab").Console(highlight=False)  # type: ignore[no-any-return]
 
 
+def remark(text: str) -> None:
+    """Say something by the way, on standard error."""
+    require("rich.console", "The lab").Console(stderr=True, highlight=False).print(text)
+
+
 def progress(*columns: str, quiet: bool = False) -> Progress:
     """Progress bars on standard error; the columns are fields of the tasks, shown after the bar.
 

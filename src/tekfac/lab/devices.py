@@ -1,8 +1,11 @@
-"""The device that is computed on, and waiting for it."""
+"""The device that is computed on: choosing it, waiting for it, the state of its random numbers."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
+from torch import Tensor
 
 
 def choose(name: str) -> torch.device:
@@ -12,16 +15,22 @@ def choose(name: str) -> torch.device:
         ValueError: for a device that torch does not know or that is not there.
     """
     if name == "auto":
-        if torch.cuda.is_available():
-            return torch.device("cuda")
-        return torch.device("mps" if torch.backends.mps.is_available() else "cpu")
+        return torch.device(next((kind for kind, is_there in _accelerators().items() if is_there), "cpu"))
     try:
         device = torch.device(name)
         torch.empty(1, device=device)
     except (RuntimeError, AssertionError, NotImplementedError) as error:
-        reason = str(error).splitlines()[0]
-        raise ValueError(f"Cannot use device {name!r}: {reason} Use auto, cpu, cuda or mps.") from error
+        there = [kind for kind, is_there in _accelerators().items() if is_there]
+        raise ValueError(
+            f"Cannot use device {name!r}: torch does not know it, or finds none here. Use "
+            f"{', '.join(['auto', *there])} or cpu."
+        ) from error
     return device
+
+
+def _accelerators() -> dict[str, bool]:
+    """What is preferred to the CPU, the first first, and whether it is there."""
+    return {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available()}
 
 
 def synchronise(device: torch.device) -> None:
@@ -30,3 +39,22 @@ def synchronise(device: torch.device) -> None:
         torch.cuda.synchronize(device)
     elif device.type == "mps":
         torch.mps.synchronize()
+
+
+def random_states(device: torch.device) -> dict[str, Tensor]:
+    """The states of torch's generators that computations on the device may use, by kind of device."""
+    states = {"cpu": torch.get_rng_state()}
+    if device.type == "cuda":
+        states["cuda"] = torch.cuda.get_rng_state(device)
+    elif device.type == "mps":
+        states["mps"] = torch.mps.get_rng_state()
+    return states
+
+
+def set_random_states(states: Mapping[str, Tensor], device: torch.device) -> None:
+    """Put the generators back; a run that goes on on another kind of device begins with that one's own."""
+    torch.set_rng_state(states["cpu"])
+    if device.type == "cuda" and "cuda" in states:
+        torch.cuda.set_rng_state(states["cuda"], device)
+    elif device.type == "mps" and "mps" in states:
+        torch.mps.set_rng_state(states["mps"])

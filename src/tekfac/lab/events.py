@@ -31,3 +31,8 @@ class Events:
                 if layer[key] is not None:
                     self._writer.add_scalar(f"{key}/{layer['layer']}", layer[key], step)
         self._writer.flush()
+
+    def close(self) -> None:
+        """Let go of the file."""
+        if self._writer is not None:
+            self._writer.close()

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,9 @@ try:
     import fcntl
 except ImportError:  # Windows has no such locks
     fcntl = None  # type: ignore[assignment]
+
+LOCK_SECONDS = 0.2
+"""Between two tries to get a lock."""
 
 
 def write_whole(path: Path, write: Callable[[Path], object]) -> None:
@@ -25,38 +29,69 @@ def write_whole(path: Path, write: Callable[[Path], object]) -> None:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         write(unfinished)
-        with unfinished.open("rb") as file:
-            os.fsync(file.fileno())
+        settle_on_disk(unfinished)
         unfinished.replace(path)
-    except (OSError, RuntimeError) as error:  # torch.save wraps what the system says into a RuntimeError
-        unfinished.unlink(missing_ok=True)
-        kept = "the earlier one is untouched" if path.exists() else "nothing was left behind"
-        reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+        settle_on_disk(path.parent)
+    except BaseException as error:
+        with suppress(OSError):
+            unfinished.unlink(missing_ok=True)
+        if not isinstance(error, OSError):
+            raise
+        kept = "the earlier one is untouched" if path.is_file() else "nothing was left behind"
         raise OSError(
-            f"Cannot write {str(path)!r}: {reason}; {kept}. Free some room, or choose another folder."
+            f"Cannot write {str(path)!r}: {error.strerror or error}; {kept}. Free some room, or choose another "
+            "folder."
         ) from error
-    except BaseException:
-        unfinished.unlink(missing_ok=True)
-        raise
+
+
+def settle_on_disk(path: Path) -> None:
+    """Wait until a file, or the names in a folder, would outlive a loss of power."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 @contextmanager
-def exclusive(path: Path, wait: bool = True) -> Iterator[None]:
+def exclusive(path: Path, waiting: Callable[[], bool] = lambda: True) -> Iterator[None]:
     """Hold a file's lock, which the system lets go of when this process ends, however it does.
 
+    Args:
+        path: of the file, made if need be.
+        waiting: asked now and then while another process holds the lock, whether to go on waiting for it.
+
     Raises:
-        ValueError: if another process holds it and it is not to be waited for.
+        ValueError: if another process holds it and it is not waited for.
     """
-    path.parent.mkdir(parents=True, exist_ok=True)
+    make_folder(path.parent)
     with path.open("w") as file:
-        if fcntl is not None:
+        while fcntl is not None:
             try:
-                fcntl.flock(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
             except BlockingIOError as error:
-                raise ValueError(
-                    f"Another process is at work in {str(path.parent)!r}. Wait for it, or use another folder."
-                ) from error
+                if not waiting():
+                    raise ValueError(
+                        f"Another process is at work in {str(path.parent)!r}. Wait for it, or use another "
+                        "folder."
+                    ) from error
+                time.sleep(LOCK_SECONDS)
         yield
+
+
+def make_folder(path: Path) -> None:
+    """Make a folder and those above it, unless they are there.
+
+    Raises:
+        OSError: with what is in the way.
+    """
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise OSError(
+            f"Cannot make the folder {str(path)!r}: {error.strerror}. Choose another one (--out)."
+        ) from error
 
 
 def write_text(path: Path, text: str) -> None:

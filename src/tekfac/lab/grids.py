@@ -33,9 +33,11 @@ class Range:
     log: bool = True
 
     def __post_init__(self) -> None:
-        if not self.low < self.high or (self.log and self.low <= 0):
+        numbers = all(isinstance(end, int | float) for end in (self.low, self.high))
+        if not numbers or not self.low < self.high or (self.log and self.low <= 0):
             raise ValueError(
-                f"Invalid range: {self.low} to {self.high}. Expected 0 < low < high (or log = false)."
+                f"Invalid range: {self.low!r} to {self.high!r}. Expected numbers with 0 < low < high (or log = "
+                "false)."
             )
 
 
@@ -84,13 +86,30 @@ class Sweep:
             raise ValueError(
                 "A sweep needs either grids ([[grid]]) or a search ([search]), not both or neither."
             )
-        for point in self.points:
-            self.configs(point)
+        if not self.seeds:
+            raise ValueError("A sweep needs at least one seed.")
+        different: dict[Any, Point] = {}
+        for point in self.points or self.examples():
+            different.setdefault(tuple(config.fingerprint() for config in self.configs(point)), point)
+        if self.points:
+            object.__setattr__(self, "points", tuple(different.values()))  # every config once
+
+    def examples(self) -> list[Point]:
+        """Points in which every value of every setting occurs, of ranges both ends; of grids, all points."""
+        if self.search is None:
+            return list(self.points)
+        values = {
+            key: (value.low, value.high) if isinstance(value, Range) else tuple(value)
+            for key, value in self.search.space.items()
+        }
+        first = {key: value[0] for key, value in values.items()}
+        return [{**first, key: value} for key in values for value in values[key]]
 
     def configs(self, point: Point) -> tuple[RunConfig, ...]:
         """The configs of a point, one per seed."""
         plain = applied(self.base.plain(), point)
-        return tuple(RunConfig.from_plain({**plain, "seed": seed}, "The grid") for seed in self.seeds)
+        origin = "The grid" if self.search is None else "The search"
+        return tuple(RunConfig.from_plain({**plain, "seed": seed}, origin) for seed in self.seeds)
 
     def choices(self) -> dict[str, list[Any]]:
         """For each setting of the grids the values that it has anywhere, in order of appearance."""
@@ -109,22 +128,29 @@ class Sweep:
             ValueError: for an unknown key or an invalid value.
         """
         _require_keys(plain, KEYS, origin)
-        base = RunConfig.from_plain(plain.get("base", {}), f"[base] of {origin}")
-        grids = plain.get("grid", [])
-        points = tuple(
-            point for grid in ([grids] if isinstance(grids, Mapping) else grids) for point in product(grid)
-        )
+        base = RunConfig.from_plain(_table(plain.get("base", {}), "[base]", origin), f"[base] of {origin}")
+        grids, seeds = plain.get("grid", []), plain.get("seeds", (0,))
+        if not isinstance(seeds, Sequence) or not seeds or not all(type(seed) is int for seed in seeds):
+            raise ValueError(f"Invalid seeds in {origin}: {seeds!r}. Expected a list of whole numbers.")
+        listed = grids if isinstance(grids, list) else [grids]
         return cls(
             name=str(plain.get("name", "sweep")),
             base=base,
-            points=points,
+            points=tuple(point for grid in listed for point in product(_table(grid, "[[grid]]", origin))),
             search=_search(plain["search"], origin) if "search" in plain else None,
-            seeds=tuple(plain.get("seeds", (0,))),
+            seeds=tuple(seeds),
         )
 
 
 def product(grid: Mapping[str, Any]) -> list[Point]:
-    """Every combination of the values of a grid; a value that is not a list stands for itself."""
+    """Every combination of the values of a grid; a value that is not a list stands for itself.
+
+    Raises:
+        ValueError: for a list without values.
+    """
+    for key, value in grid.items():
+        if isinstance(value, list | tuple) and not value:
+            raise ValueError(f"The grid has no values for {key!r}. Expected at least one.")
     values = [value if isinstance(value, list | tuple) else [value] for value in grid.values()]
     return [dict(zip(grid, combination, strict=True)) for combination in itertools.product(*values)]
 
@@ -159,12 +185,33 @@ def _number(value: Any) -> str:
 
 
 def _search(plain: Mapping[str, Any], origin: str) -> Search:
-    _require_keys(plain, ("space", "trials", "sampler"), f"[search] of {origin}")
+    _require_keys(_table(plain, "[search]", origin), ("space", "trials", "sampler"), f"[search] of {origin}")
     space = {
-        key: Range(**value) if isinstance(value, Mapping) else tuple(value)
-        for key, value in plain.get("space", {}).items()
+        key: _choices(key, value) for key, value in _table(plain.get("space", {}), "space", origin).items()
     }
-    return Search(space, int(plain.get("trials", 0)), str(plain.get("sampler", "tpe")))
+    trials = plain.get("trials", 0)
+    if type(trials) is not int:
+        raise ValueError(f"Invalid trials in {origin}: {trials!r}. Expected a whole number.")
+    return Search(space, trials, str(plain.get("sampler", "tpe")))
+
+
+def _choices(key: str, value: Any) -> Range | Sequence[Any]:
+    """What a search may choose for a setting."""
+    if isinstance(value, Mapping):
+        _require_keys(value, ("low", "high", "log"), f"The range of {key!r}")
+        if "low" in value and "high" in value:
+            return Range(**value)
+    elif isinstance(value, list) and value:
+        return tuple(value)
+    raise ValueError(
+        f"Invalid choices for {key!r}: {value!r}. Expected a list, or {{ low = NUMBER, high = NUMBER }}."
+    )
+
+
+def _table(value: Any, name: str, origin: str) -> Mapping[str, Any]:
+    if not isinstance(value, Mapping):
+        raise ValueError(f"Invalid {name} in {origin}: {value!r}. Expected keys and values.")
+    return value
 
 
 def _require_keys(plain: Mapping[str, Any], keys: Sequence[str], origin: str) -> None:

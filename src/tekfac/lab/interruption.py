@@ -28,6 +28,9 @@ class Interrupted(KeyboardInterrupt):
 class Interruption:
     """While it is entered, the first signal is noted; a second one acts as ever.
 
+    A signal that was ignored before stays ignored. One that was noted, but that nobody has acted on by the
+    end, acts then.
+
     Attributes:
         number: of the signal that came, or None.
     """
@@ -38,13 +41,16 @@ class Interruption:
 
     def __enter__(self) -> Self:
         if threading.current_thread() is threading.main_thread():
-            self._before = {number: signal.signal(number, self._note) for number in SIGNALS}
+            heeded = [number for number in SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
+            self._before = {number: signal.signal(number, self._note) for number in heeded}
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._restore()
+        if self.number is not None and not isinstance(error, Interrupted):
+            signal.raise_signal(self.number)
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         self.number = number

@@ -12,6 +12,7 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -41,13 +42,54 @@ def build(
         raise ValueError(f"Unknown model: {name!r}.{nearest(name, MODELS)} Or give module:function.")
     parameters = inspect.signature(maker).parameters
     takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
+    options = options or {}
     if not takes_any:
-        require_keywords(f"Model {name}", options or {}, [n for n in parameters if n not in GIVEN])
-    known = {"channels": channels, "classes": classes, "size": size}
-    model = maker(**{n: v for n, v in known.items() if n in parameters}, **(options or {}))
+        require_keywords(f"Model {name}", options, [n for n in parameters if n not in GIVEN])
+    known = {n: v for n, v in zip(GIVEN, (channels, classes, size), strict=True) if n in parameters}
+    if name in MODELS:
+        for option, value in options.items():
+            _require_like(option, value, parameters[option].default)
+        return maker(**known, **options)
+    try:
+        model = maker(**known, **options)
+    except (Exception, SystemExit) as error:
+        raise ValueError(
+            f"Model {name} failed with {type(error).__name__}: {error}. It is called with those of "
+            f"{', '.join(GIVEN)} that its signature names, and --model-option KEY=VALUE as keywords."
+        ) from error
     if not isinstance(model, nn.Module):
-        raise ValueError(f"{name} returned a {type(model).__name__}. Expected an nn.Module.")
+        raise ValueError(f"Model {name} returned a {type(model).__name__}. Expected an nn.Module.")
     return model
+
+
+def require_fit(model: nn.Module, name: str, *, channels: int, classes: int, size: int) -> None:
+    """Raise ValueError unless a network takes such images and has an output for every class."""
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        raise ValueError(f"Model {name} has no parameters to train.")
+    images = torch.zeros(2, channels, size, size)
+    was_training = model.training
+    try:
+        with torch.no_grad():
+            outputs = model.eval()(images)
+    except Exception as error:
+        raise ValueError(
+            f"Model {name} failed on images of shape {list(images.shape)} with {type(error).__name__}: {error}"
+        ) from error
+    model.train(was_training)
+    shape = list(outputs.shape) if isinstance(outputs, Tensor) else type(outputs).__name__
+    if shape != [2, classes]:
+        raise ValueError(
+            f"Model {name} returned {shape} for images of shape {list(images.shape)}. Expected {[2, classes]}: "
+            "a number for each image and class."
+        )
+
+
+def _require_like(option: str, value: Any, default: Any) -> None:
+    """Raise ValueError unless a network's option is a positive number, whole if its default is."""
+    whole = isinstance(default, int)
+    if not isinstance(value, int if whole else int | float) or isinstance(value, bool) or not value > 0:
+        kind = "a whole number, at least 1" if whole else "a positive number"
+        raise ValueError(f"Invalid {option} of the model: {value!r}. Expected {kind}.")
 
 
 def mlp(channels: int, classes: int, size: int, width: int = 128) -> nn.Module:

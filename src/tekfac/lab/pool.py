@@ -20,10 +20,11 @@ from typing import Any, Self
 
 from tekfac.lab.config import RunConfig
 from tekfac.lab.console import progress
-from tekfac.lab.interruption import Interrupted
+from tekfac.lab.interruption import SIGNALS, Interrupted, Interruption
 from tekfac.lab.training import CHECKPOINT_SECONDS, Progress, train
 
 POLL_SECONDS = 0.2
+STOPPED = "stopped; the same command goes on where it was"
 
 
 @dataclass(frozen=True)
@@ -85,7 +86,7 @@ class Pool:
         self._jobs: dict[Future[list[dict[str, Any]]], Job] = {}
 
     def __enter__(self) -> Self:
-        self._before = signal.signal(signal.SIGTERM, _hand_on)
+        self._before = {number: signal.signal(number, _hand_on) for number in SIGNALS}
         self._bars.start()
         return self
 
@@ -94,7 +95,8 @@ class Pool:
     ) -> None:
         self._bars.stop()
         self._executor.shutdown(wait=True, cancel_futures=True)
-        signal.signal(signal.SIGTERM, self._before)
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
 
     @property
     def free(self) -> int:
@@ -103,7 +105,11 @@ class Pool:
 
     def submit(self, job: Job) -> Future[list[dict[str, Any]]]:
         """Begin a job as soon as a process is free; its outcome is the list of the runs' results."""
-        future = self._executor.submit(_work, job, self._manner)
+        handler = signal.signal(signal.SIGINT, signal.SIG_IGN)  # a process that begins now ignores it for good
+        try:
+            future = self._executor.submit(_work, job, self._manner)
+        finally:
+            signal.signal(signal.SIGINT, handler)
         self._jobs[future] = job
         return future
 
@@ -185,8 +191,8 @@ def raise_if_over(error: BaseException | None) -> None:
         Interrupted: if the job was interrupted.
         ValueError: if a process was killed from outside.
     """
-    if isinstance(error, KeyboardInterrupt):
-        raise error
+    if isinstance(error, Interrupted):
+        raise Interrupted(STOPPED, error.status - 128) from error
     if isinstance(error, BrokenProcessPool):
         raise ValueError(
             "A process that trained was killed, perhaps for lack of memory. What is finished is kept, and the "
@@ -195,10 +201,12 @@ def raise_if_over(error: BaseException | None) -> None:
 
 
 def _hand_on(number: int, frame: FrameType | None) -> None:
-    """SIGTERM reaches this process alone: hand it on to those that train, which save themselves."""
+    """Tell the processes that train, which ignore SIGINT, to save themselves; a second signal acts at once."""
+    for sent in SIGNALS:
+        signal.signal(sent, signal.SIG_DFL)
     for child in multiprocessing.active_children():
         child.terminate()
-    raise Interrupted("stopped and saved; the same command goes on", number)
+    raise Interrupted(STOPPED, number)
 
 
 # -- in the processes ----------------------------------------------------------------------------------------
@@ -221,18 +229,25 @@ def _end_with(parent: int) -> None:
 
 
 def _work(job: Job, manner: Manner) -> list[dict[str, Any]]:
-    return [
-        train(
-            config,
-            folder,
-            resume=True,
-            command=manner.command,
-            checkpoint_seconds=manner.checkpoint_seconds,
-            tensorboard=manner.tensorboard,
-            watch=partial(_tell, folder),
-        )
-        for config, folder in zip(job.configs, job.folders, strict=True)
-    ]
+    """Train one after the other; a signal ends all of them."""
+    results = []
+    with Interruption() as interruption:
+        for config, folder in zip(job.configs, job.folders, strict=True):
+            results.append(
+                train(
+                    config,
+                    folder,
+                    resume=True,
+                    wait=True,
+                    command=manner.command,
+                    checkpoint_seconds=manner.checkpoint_seconds,
+                    tensorboard=manner.tensorboard,
+                    watch=partial(_tell, folder),
+                )
+            )
+            if interruption.number is not None:
+                raise Interrupted(STOPPED, interruption.number)
+    return results
 
 
 def _tell(folder: Path, at: Progress) -> None:

@@ -14,7 +14,7 @@ from tekfac.version import __version__
 
 
 def provenance(command: str, device: torch.device) -> dict[str, Any]:
-    """How to get the same result again, in plain values; the commit is that of the current folder."""
+    """How to get the same result again, in plain values."""
     return {
         "command": command,
         "commit": commit(),
@@ -31,12 +31,15 @@ def provenance(command: str, device: torch.device) -> dict[str, Any]:
 
 
 def commit() -> str:
-    """The commit of the current folder, "+changes" where something differs from it; "none" outside of git."""
+    """The commit of tekfac, "+changes" where something differs from it; "none" where it is not run from git."""
+    package = Path(__file__).resolve().parent
 
     def git(*arguments: str) -> str:
-        return subprocess.run(["git", *arguments], capture_output=True, text=True, check=True).stdout.strip()
+        command = ["git", "-C", str(package), *arguments]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
 
     try:
+        git("ls-files", "--error-unmatch", Path(__file__).name)  # a package inside of another repository is not
         return git("rev-parse", "--short", "HEAD") + (
             "+changes" if git("status", "--porcelain", "-uno") else ""
         )

@@ -15,7 +15,7 @@ import csv
 import io
 import json
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ from typing import Any
 import torch
 
 from tekfac.lab.config import RunConfig
-from tekfac.lab.files import exclusive, read_json, write_json, write_text, write_whole
+from tekfac.lab.files import exclusive, read_json, settle_on_disk, write_json, write_text, write_whole
 
 FORMAT = 1
 LOGS = ("epochs.jsonl", "curvature.jsonl")
@@ -36,9 +36,10 @@ class RunFolder:
         self.path = path
 
     @property
-    def exists(self) -> bool:
-        """Whether there is a run in it."""
-        return (self.path / "run.json").is_file()
+    def has_progress(self) -> bool:
+        """Whether a run in it has got anywhere: to a checkpoint, the end of an epoch, or its own end."""
+        begun = (self.path / name for name in ("checkpoint.pt", "epochs.jsonl", "result.json"))
+        return (self.path / "run.json").is_file() and any(path.is_file() for path in begun)
 
     def begin(self, config: RunConfig, identity: Mapping[str, str], provenance: Mapping[str, Any]) -> None:
         """Write down what is going to be run."""
@@ -78,8 +79,12 @@ class RunFolder:
 
     def end(self, model: Mapping[str, Any], result: Mapping[str, Any]) -> None:
         """Write the weights and how the run ended; the checkpoint has served its purpose then."""
-        write_whole(self.path / "model.pt", lambda path: torch.save(dict(model), path))
+        write_whole(self.path / "model.pt", lambda path: _write_tensors(dict(model), path))
         write_json(self.path / "result.json", dict(result))
+        self.drop_checkpoint()
+
+    def drop_checkpoint(self) -> None:
+        """Remove the checkpoint of a run that has ended."""
         (self.path / "checkpoint.pt").unlink(missing_ok=True)
 
     # -- logs ------------------------------------------------------------------------------------------
@@ -88,12 +93,13 @@ class RunFolder:
         """Add lines to a log."""
         text = "".join(json.dumps(row, allow_nan=False) + "\n" for row in rows)
         path = self.path / log
-        size = path.stat().st_size if path.exists() else 0
+        size = self._size(log)
         try:
             with path.open("a", encoding="utf-8") as file:
                 file.write(text)
         except OSError as error:
-            os.truncate(path, size)
+            if path.exists():
+                os.truncate(path, size)
             raise OSError(
                 f"Cannot write {str(path)!r}: {error.strerror}. Free some room, then resume; nothing is lost."
             ) from error
@@ -106,6 +112,10 @@ class RunFolder:
             if path.exists()
             else []
         )
+
+    def _size(self, log: str) -> int:
+        path = self.path / log
+        return path.stat().st_size if path.exists() else 0
 
     def write_table(self) -> None:
         """Write the lines on epochs once more, as comma-separated values."""
@@ -120,14 +130,18 @@ class RunFolder:
 
     def save(self, state: Mapping[str, Any]) -> None:
         """Write a checkpoint that remembers how long the logs were."""
-        sizes = {log: path.stat().st_size if (path := self.path / log).exists() else 0 for log in LOGS}
-        write_whole(self.path / "checkpoint.pt", lambda path: torch.save({**state, "logs": sizes}, path))
+        sizes = {log: self._size(log) for log in LOGS}
+        for log in LOGS:
+            if sizes[log]:
+                settle_on_disk(self.path / log)
+        whole = {**state, "logs": sizes}
+        write_whole(self.path / "checkpoint.pt", lambda path: _write_tensors(whole, path))
 
     def load(self) -> dict[str, Any] | None:
         """The checkpoint, if there is one; the logs are cut back to where they were when it was written.
 
         Raises:
-            ValueError: for a checkpoint that cannot be read.
+            ValueError: for a checkpoint that cannot be read, or a log that has lost some of its lines.
         """
         path = self.path / "checkpoint.pt"
         state: dict[str, Any] | None = None
@@ -140,20 +154,36 @@ class RunFolder:
                 ) from error
         sizes = dict.fromkeys(LOGS, 0) if state is None else state["logs"]
         for log in LOGS:
+            if self._size(log) < sizes[log]:
+                raise ValueError(
+                    f"{str(self.path / log)!r} is shorter than when {path.name} was written, so that the run "
+                    f"cannot go on. Remove {path.name} to begin anew."
+                )
             if (self.path / log).exists():
-                with (self.path / log).open("r+b") as file:
-                    file.truncate(sizes[log])
+                os.truncate(self.path / log, sizes[log])
         return state
 
     @contextmanager
-    def locked(self) -> Iterator[None]:
+    def locked(self, waiting: Callable[[], bool] = lambda: False) -> Iterator[None]:
         """Keep other processes out; the system lets go of the lock when this one ends, however it does.
 
+        Args:
+            waiting: asked while another process is at work in the folder, whether to go on waiting for it.
+
         Raises:
-            ValueError: if another process is at work in the folder.
+            ValueError: if another process is at work in the folder, and is not waited for.
         """
-        self.path.mkdir(parents=True, exist_ok=True)
-        with exclusive(self.path / "lock", wait=False):
+        with exclusive(self.path / "lock", waiting):
             for left_over in self.path.glob("*.unfinished"):  # of a process that was killed while it wrote
                 left_over.unlink()
             yield
+
+
+def run_folder(folder: Path, config: RunConfig) -> Path:
+    """Where a run of a sweep or a comparison is kept: a folder named after what is computed."""
+    return folder / "runs" / f"{config.optimizer}-{config.fingerprint()}-seed{config.seed}"
+
+
+def _write_tensors(values: Mapping[str, Any], path: Path) -> None:
+    with path.open("wb") as file:  # given a file, torch.save passes on what the system says
+        torch.save(values, file)

@@ -21,7 +21,7 @@ from tekfac.lab.clock import Clock
 from tekfac.lab.config import OF_DATA, RunConfig
 from tekfac.lab.data.batches import Batches
 from tekfac.lab.data.images import DataSet
-from tekfac.lab.devices import choose
+from tekfac.lab.devices import choose, random_states, set_random_states
 from tekfac.lab.events import Events
 from tekfac.lab.identity import identity
 from tekfac.lab.inputs import Inputs, prepare, read
@@ -64,6 +64,7 @@ def train(
     folder: Path,
     *,
     resume: bool = False,
+    wait: bool = False,
     command: str = "",
     checkpoint_seconds: float = CHECKPOINT_SECONDS,
     tensorboard: bool = False,
@@ -75,6 +76,7 @@ def train(
         config: what to run.
         folder: where to; it may hold the same run, interrupted, if `resume`.
         resume: go on with the run in the folder, or begin if there is none.
+        wait: if another process is at work in the folder, wait for it, and take what it has done.
         command: what the user typed, for the record.
         checkpoint_seconds: time between checkpoints; 0 for one after every step.
         tensorboard: also write TensorBoard's event files.
@@ -88,24 +90,33 @@ def train(
         Interrupted: after SIGINT or SIGTERM, when a checkpoint has been written.
     """
     run = RunFolder(folder)
-    if run.exists:
+    if run.has_progress:
         config = _require_same(run, config, resume)
-    if config.threads is not None:
-        torch.set_num_threads(config.threads)
     with Interruption() as interruption:
         data = read(config)
         source = identity(config, data)
-        with run.locked(), _messages(folder):
-            if run.exists:
+        with run.locked(lambda: wait and interruption.number is None), _messages(folder):
+            is_new = not run.has_progress
+            if not is_new:
+                config = _require_same(run, config, resume)
                 _require_same_source(run, source)
                 ended = run.result()
                 if ended is not None:
+                    run.drop_checkpoint()
                     return ended
-            else:
+            config = _with_threads(config)
+            training = _Training(run, config, data, checkpoint_seconds, tensorboard, interruption)
+            if is_new:
                 where = provenance(command, choose(config.device))
                 run.begin(config, source, {**where, "data_notes": list(data.notes)})
-            training = _Training(run, config, data, checkpoint_seconds, tensorboard, interruption)
             return training.run(watch)
+
+
+def _with_threads(config: RunConfig) -> RunConfig:
+    """The config with the number of threads that are used from here on, chosen by torch or by itself."""
+    if config.threads is not None:
+        torch.set_num_threads(config.threads)
+    return replace(config, threads=torch.get_num_threads())
 
 
 def check_all(configs: Iterable[RunConfig]) -> None:
@@ -121,7 +132,8 @@ def check_all(configs: Iterable[RunConfig]) -> None:
         key = tuple(getattr(config, name) for name in OF_DATA)
         if key not in inputs:
             inputs[key] = prepare(read(config), config, torch.device("cpu"))
-        _build(config, inputs[key])
+        choose(config.device)
+        _build(replace(config, device="cpu"), inputs[key])
 
 
 def _build(config: RunConfig, inputs: Inputs) -> tuple[nn.Module, Optimizer]:
@@ -133,7 +145,9 @@ def _build(config: RunConfig, inputs: Inputs) -> tuple[nn.Module, Optimizer]:
         classes=inputs.classes,
         size=inputs.size,
         options=config.model_options,
-    ).to(choose(config.device))
+    )
+    models.require_fit(model, config.model, channels=inputs.channels, classes=inputs.classes, size=inputs.size)
+    model.to(choose(config.device))
     optimizer = optimizers.build(
         config.optimizer,
         model,
@@ -200,6 +214,8 @@ class _Training:
                 break
         result = self._result(status)
         self.folder.end(self.model.state_dict(), result)
+        if self.events is not None:
+            self.events.close()
         return result
 
     def _train_epoch(self, watch: Watcher | None) -> None:
@@ -318,9 +334,6 @@ class _Training:
     # -- checkpoints -----------------------------------------------------------------------------------
 
     def _save(self) -> None:
-        generators = {"cpu": torch.get_rng_state()}
-        if self.device.type == "cuda":
-            generators["cuda"] = torch.cuda.get_rng_state(self.device)
         self.folder.save(
             {
                 "model": self.model.state_dict(),
@@ -330,7 +343,7 @@ class _Training:
                 "sums": self.sums.state(),
                 "accuracies": self.accuracies,
                 "seconds": self.clock.seconds,
-                "generators": generators,
+                "generators": random_states(self.device),
             }
         )
         self.saved = time.monotonic()
@@ -344,9 +357,7 @@ class _Training:
             self.sums.load(state["sums"])
             self.accuracies = state["accuracies"]
             self.clock.seconds = state["seconds"]
-            torch.set_rng_state(state["generators"]["cpu"])
-            if self.device.type == "cuda":
-                torch.cuda.set_rng_state(state["generators"]["cuda"], self.device)
+            set_random_states(state["generators"], self.device)
 
 
 class _Sums:

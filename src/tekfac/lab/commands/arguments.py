@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
@@ -70,7 +71,7 @@ def add_manner(parser: argparse.ArgumentParser, default_out: str) -> None:
     """Where and how the runs are computed."""
     manner = parser.add_argument_group("where and how")
     manner.add_argument(
-        "--out", type=Path, default=Path(default_out), metavar="DIR", help="folder (default: %(default)s)"
+        "--out", type=Path, default=Path(default_out), metavar="DIR", help=f"folder (default: {default_out})"
     )
     manner.add_argument("--device", help="cuda, mps, cpu (default: the first of these that there is)")
     manner.add_argument("--threads", type=int, help="of torch, for each run on the CPU")
@@ -101,7 +102,9 @@ def add_optimizers(parser: argparse.ArgumentParser, default_seeds: str) -> None:
         metavar="NAME,...",
         help=f"of sgd, sgdm, adam, adamw, kfac, ekfac, tkfac, tekfac (default: {','.join(COMPARED)})",
     )
-    group.add_argument("--seeds", metavar="N", help=f"how many, or which: 0,1,2 (default: {default_seeds})")
+    group.add_argument(
+        "--seeds", metavar="N", help=f"how many, or which: 0,1,2 or 5, (default: {default_seeds})"
+    )
 
 
 def task(options: argparse.Namespace) -> RunConfig:
@@ -148,10 +151,10 @@ def point(options: argparse.Namespace, base: RunConfig, optimizer: str) -> Point
     return recipes.on_digits(optimizer) if base.data == "digits" else recipes.start(optimizer)
 
 
-def optimizers(options: argparse.Namespace) -> list[str]:
+def optimizers(options: argparse.Namespace, default: Sequence[str] = COMPARED) -> list[str]:
     """The optimizers that are named, each checked."""
     if options.optimizers is None:
-        return list(COMPARED)
+        return list(default)
     names = [name.strip().lower() for name in options.optimizers.split(",") if name.strip()]
     for name in names:
         require_optimizer(name)
@@ -164,7 +167,7 @@ def seeds(options: argparse.Namespace, default: int = 3) -> list[int]:
     """The seeds: so many, from 0 on, or those that are listed."""
     text = options.seeds or str(default)
     try:
-        numbers = [int(part) for part in text.split(",")]
+        numbers = [int(part) for part in text.rstrip(",").split(",")]
     except ValueError as error:
         raise ValueError(f"Invalid --seeds: {text!r}. Expected a number, or seeds as in 0,1,2.") from error
     if "," not in text:
@@ -181,9 +184,18 @@ def refuse(options: argparse.Namespace, names: Sequence[str], why: str) -> None:
             raise ValueError(f"--{name.replace('_', '-')} has no place here: {why}.")
 
 
+def require_interval(options: argparse.Namespace) -> None:
+    """Raise ValueError for a time between checkpoints that cannot be."""
+    if not 0 <= options.checkpoint_every < math.inf:
+        raise ValueError(
+            f"Invalid --checkpoint-every: {options.checkpoint_every:g}. Expected seconds; 0 for every step."
+        )
+
+
 def manner(options: argparse.Namespace) -> Manner:
     """How the runs are computed."""
     processes = options.jobs
+    require_interval(options)
     if processes is None:
         processes = cores() if choose(options.device or "auto").type == "cpu" else 1
     if processes < 1:
@@ -231,6 +243,22 @@ def changed(point: Point, lr: float | None, settings: Mapping[str, Any]) -> Poin
     return {**point, **rate, **named}
 
 
+def rate(text: str, argument: str) -> float:
+    """A number that stands behind an argument."""
+    try:
+        return float(text)
+    except ValueError as error:
+        raise ValueError(f"Invalid {argument}: {text!r}. Expected a number, such as 0.1.") from error
+
+
 def _count_or_share(text: str) -> int | float:
-    value = float(text)
-    return value if value < 1 else int(text)
+    try:
+        return int(text)
+    except ValueError:
+        pass
+    try:
+        if 0 <= (share := float(text)) < 1:
+            return share
+    except ValueError:
+        pass
+    raise argparse.ArgumentTypeError(f"{text!r} is neither a whole number nor a share below 1")

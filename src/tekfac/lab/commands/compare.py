@@ -12,7 +12,9 @@ from tekfac.lab.comparing import run_configs
 from tekfac.lab.config import RunConfig
 from tekfac.lab.console import require_reports
 from tekfac.lab.grids import Point
+from tekfac.lab.optimizers import COMPARED, FACTORIES
 from tekfac.lab.presenting import present
+from tekfac.lab.study import Trial
 from tekfac.lab.sweeping import best, read_base, read_trials
 
 DESCRIPTION = """\
@@ -68,9 +70,10 @@ def add_to(commands: Any) -> None:
 def run(options: argparse.Namespace) -> None:
     """Run everything, then report."""
     require_reports()
-    names = arguments.optimizers(options)
+    tuned = {} if options.tuned is None else best(read_trials(options.tuned))
+    names = arguments.optimizers(options, [name for name in FACTORIES if name in tuned] or COMPARED)
     base = _base(options)
-    points = _points(options, base, names)
+    points = _points(options, base, names, tuned)
     seeds = arguments.seeds(options)
     configs = recipes.configs(base, points, seeds)
     folders = run_configs(configs, options.out, arguments.manner(options), "All runs")
@@ -90,10 +93,11 @@ def _base(options: argparse.Namespace) -> RunConfig:
     return arguments.over(read_base(options.tuned), options)
 
 
-def _points(options: argparse.Namespace, base: RunConfig, names: list[str]) -> list[Point]:
+def _points(
+    options: argparse.Namespace, base: RunConfig, names: list[str], tuned: dict[str, Trial]
+) -> list[Point]:
     rates = arguments.by_optimizer(options.lr, names, "--lr")
     settings = arguments.by_optimizer(options.option, names, "--option")
-    tuned = {} if options.tuned is None else best(read_trials(options.tuned))
     points = []
     for name in names:
         if options.tuned is not None and name not in tuned:
@@ -101,6 +105,6 @@ def _points(options: argparse.Namespace, base: RunConfig, names: list[str]) -> l
                 f"The sweep {str(options.tuned)!r} has not tried {name}. It has {', '.join(tuned)}."
             )
         point = tuned[name].point if tuned else arguments.point(options, base, name)
-        rate = float(rates[name][-1]) if rates[name] else None
+        rate = arguments.rate(rates[name][-1], "--lr") if rates[name] else None
         points.append(arguments.changed(point, rate, dict(arguments.pair(text) for text in settings[name])))
     return points

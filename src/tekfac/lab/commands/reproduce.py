@@ -11,11 +11,13 @@ from tekfac.lab import recipes
 from tekfac.lab.commands import arguments
 from tekfac.lab.console import require_reports
 from tekfac.lab.presenting import present
-from tekfac.lab.reproducing import EXPERIMENTS, SCALE_NOTES, Wish
+from tekfac.lab.reproducing import EXPERIMENTS, SCALE_NOTES, SENSITIVE, Wish
 
 ALL = "all"
 SAME_RUNS = "figure-curves"
 """Drawn by table-accuracy, too."""
+
+OF_ONE_TASK = ("table-vartheta", "table-lr", "figure-sensitivity")
 
 DESCRIPTION = """\
 Run the paper's experiments and put its numbers beside ours.
@@ -46,16 +48,10 @@ def add_to(commands: Any) -> None:
     parser.add_argument("--data-dir", metavar="DIR", help="folder with the official folders of the data sets")
     parser.add_argument("--allow-partial", action="store_true", default=None, help="a part of the data will do")
     parser.add_argument(
-        "--data",
-        default=",".join(Wish.data),
-        metavar="NAME,...",
-        help="of the table of accuracies (default: %(default)s)",
+        "--data", metavar="NAME,...", help=f"of the table of accuracies (default: {','.join(Wish.data)})"
     )
     parser.add_argument(
-        "--models",
-        default=",".join(Wish.models),
-        metavar="NAME,...",
-        help="of that table (default: %(default)s)",
+        "--models", metavar="NAME,...", help=f"of that table (default: {','.join(Wish.models)})"
     )
     parser.add_argument(
         "--tune",
@@ -74,6 +70,9 @@ def run(options: argparse.Namespace) -> None:
     if options.experiment not in (*EXPERIMENTS, ALL):
         hint = nearest(options.experiment, (*EXPERIMENTS, ALL))
         raise ValueError(f"Unknown experiment: {options.experiment!r}.{hint}")
+    if options.experiment in OF_ONE_TASK:
+        one = "{2} on {0} with {1}".format(*SENSITIVE)
+        arguments.refuse(options, ["data", "models", "optimizers", "tune"], f"{options.experiment} is of {one}")
     names = (
         [name for name in EXPERIMENTS if name != SAME_RUNS]
         if options.experiment == ALL
@@ -107,8 +106,10 @@ def run(options: argparse.Namespace) -> None:
         )
 
 
-def _listed(text: str, name: str, known: tuple[str, ...]) -> tuple[str, ...]:
-    names = tuple(part.strip() for part in text.split(",") if part.strip())
+def _listed(text: str | None, name: str, known: tuple[str, ...]) -> tuple[str, ...]:
+    if text is None:
+        return known
+    names = tuple(part.strip() for part in text.split(","))
     for part in names:
         require_choice(name, part, known)
     return names

@@ -13,7 +13,11 @@ from tekfac.lab.commands import arguments
 from tekfac.lab.config import read_plain
 from tekfac.lab.console import output
 from tekfac.lab.grids import Sweep, described
-from tekfac.lab.sweeping import Trial, best, sweep
+from tekfac.lab.study import Trial
+from tekfac.lab.sweeping import best, sweep
+
+SHOWN = ("optimizer", "lr", "options.kl_clip")
+"""Settings that are shown with every trial."""
 
 DESCRIPTION = """\
 Try settings, several at a time. Runs are judged on images held back from the training set.
@@ -81,14 +85,27 @@ def _from_file(options: argparse.Namespace) -> Sweep:
 
 
 def _print(trials: list[Trial], folder: Path) -> None:
-    table = require("rich.table", "The lab").Table("accuracy %", "settings", title=f"{len(trials)} trials")
-    winners = [trial.point for trial in best(trials).values()]
+    table = require("rich.table", "The lab").Table("accuracy %", "settings", title=f"{len(trials)} settings")
+    winners, common = [trial.point for trial in best(trials).values()], _common(trials)
     for trial in trials:
         style = "bold" if trial.point in winners else ""
-        table.add_row(f"{100 * trial.accuracy:.2f}", described(trial.point), style=style)
+        told = described(trial.point, common) + (", diverged" if trial.diverged else "")
+        table.add_row(f"{100 * trial.accuracy:.2f}", told, style=style)
     console = output()
     console.print(table)
+    if common:
+        console.print(f"The same everywhere: {described(common)}.")
     console.print(
         f"The best of each optimizer is bold. Everything is in {folder}; tekfac compare --tuned {folder} "
         "compares the best, with several seeds and on the test set."
     )
+
+
+def _common(trials: list[Trial]) -> dict[str, Any]:
+    """The settings, other than those that are always shown, that have one value wherever they occur."""
+    found: dict[str, list[Any]] = {}
+    for trial in trials:
+        for key, value in trial.point.items():
+            if value not in found.setdefault(key, []):
+                found[key].append(value)
+    return {key: value for key, (value, *others) in found.items() if not others and key not in SHOWN}

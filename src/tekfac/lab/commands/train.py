@@ -14,6 +14,8 @@ from tekfac.lab.pool import told
 from tekfac.lab.run_folder import RunFolder
 from tekfac.lab.training import Progress, train
 
+DEFAULT_OUT = "run"
+
 DESCRIPTION = """\
 Train a network, and leave everything about the run in a folder: config, logs, weights.
 
@@ -48,13 +50,16 @@ def add_to(commands: Any) -> None:
     group.add_argument(
         "--option", action="append", default=[], metavar="KEY=VALUE", help="any other setting of the optimizer"
     )
-    arguments.add_manner(parser, "run")
-    parser.set_defaults(run=run)
+    arguments.add_manner(parser, DEFAULT_OUT)
+    parser.set_defaults(run=run, out=None)
 
 
 def run(options: argparse.Namespace) -> None:
     """Train, and say how it went."""
-    folder = options.resume or options.out
+    arguments.require_interval(options)
+    if options.resume:
+        arguments.refuse(options, ["out"], "the run stays in its folder")
+    folder = options.resume or options.out or Path(DEFAULT_OUT)
     config = _resumed(options) if options.resume else _config(options)
     with progress("told", quiet=options.quiet) as bars:
         task = bars.add_task(f"{config.optimizer} on {config.data}", total=None, told="")
@@ -99,6 +104,8 @@ def _resumed(options: argparse.Namespace) -> RunConfig:
 def _changed(config: RunConfig, options: argparse.Namespace) -> RunConfig:
     """The config with the settings that stand on the command line."""
     own = {key: value for key in OF_OPTIMIZER if (value := getattr(options, key)) is not None}
+    if "optimizer" in own:
+        own["optimizer"] = own["optimizer"].lower()
     named = {key: value for key in arguments.OPTIONS if (value := getattr(options, key)) is not None}
     further = {**config.options, **named, **dict(arguments.pair(text) for text in options.option)}
     plain = arguments.over(config, options).plain()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import lzma
 import os
+import re
 import shutil
 import tarfile
 import zlib
@@ -32,6 +33,7 @@ def unpack(archive: Path, layout: Layout, folder: Path) -> list[Path]:
     target = folder / layout.folder
     unfinished = folder / f".{layout.folder}.{os.getpid()}.unfinished"
     unfinished.mkdir(parents=True, exist_ok=True)
+    _remove_abandoned(layout, folder)
     try:
         _write_members(archive, layout, unfinished)
         target.mkdir(exist_ok=True)
@@ -42,6 +44,26 @@ def unpack(archive: Path, layout: Layout, folder: Path) -> list[Path]:
         ) from error
     finally:
         shutil.rmtree(unfinished)
+
+
+def _remove_abandoned(layout: Layout, folder: Path) -> None:
+    """Remove what earlier processes left when they were killed; those that still run keep theirs."""
+    pattern = re.compile(rf"\.{re.escape(layout.folder)}\.([1-9][0-9]{{0,8}})\.unfinished")
+    for path in folder.iterdir():
+        match = pattern.fullmatch(path.name)
+        if match and not _runs(int(match[1])):
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def _runs(process: int) -> bool:
+    """Whether there is a process of a number on this machine; where that cannot be asked, there may be."""
+    if process == os.getpid() or os.name != "posix":
+        return True
+    try:
+        os.kill(process, 0)
+    except OSError as error:
+        return not isinstance(error, ProcessLookupError)
+    return True
 
 
 def _write_members(archive: Path, layout: Layout, into: Path) -> None:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import difflib
 from dataclasses import dataclass
 from typing import Literal
 
+from tekfac.checks import nearest
 from tekfac.lab.data.names import CIFAR10_CLASSES, CIFAR100_CLASSES, DIGIT_CLASSES
 
 Kind = Literal["python", "binary", "mat"]
@@ -197,9 +197,6 @@ def named(name: str) -> Known:
     Raises:
         ValueError: for an unknown one; the message suggests the nearest.
     """
-    if name in KNOWN:
-        return KNOWN[name]
-    plain = name.lower().replace("-", "").replace("_", "")
-    near = difflib.get_close_matches(plain, KNOWN, n=1)
-    guess = f" Did you mean {near[0]!r}?" if near else ""
-    raise ValueError(f"There is no data set {name!r}. Expected {', '.join(KNOWN)}.{guess}")
+    if name not in KNOWN:
+        raise ValueError(f"There is no data set {name!r}.{nearest(name, KNOWN)}")
+    return KNOWN[name]

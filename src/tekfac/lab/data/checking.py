@@ -73,11 +73,14 @@ def check_place(place: Place) -> SetFinding:
         for role in ("train", "test")
     ]
     state: State = "good" if tuple(counts) == place.known.counts else "partial"
-    message = "" if state == "good" else f"official are {place.known.counts[0]:,} + {place.known.counts[1]:,}"
+    official = f"official are {place.known.counts[0]:,} + {place.known.counts[1]:,} images"
+    message = "" if state == "good" else official
     if any(one.state == "damaged" for one in files):
         state = "damaged"
     elif not all(counts):
         state, message = "damaged", "no images to " + ("test on" if counts[0] else "train on")
+    elif state == "partial":
+        message = f"only a part of the set: {official}; a run on a part needs --allow-partial"
     return SetFinding(
         place.known.name, place.layout.kind, place.folder, state, counts[0], counts[1], files, message
     )

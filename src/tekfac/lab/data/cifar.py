@@ -12,6 +12,8 @@ from tekfac.lab.data.pickles import PlainArray, read_pickle
 
 SHAPE = (3, 32, 32)
 PIXELS = 3 * 32 * 32
+LONGEST_NAME = 100
+"""Of a class; the official ones have up to thirteen letters."""
 
 
 def images_in_pickle(path: Path, key: str) -> Images:
@@ -65,7 +67,7 @@ def names_in_pickle(path: Path, key: str) -> tuple[str, ...]:
         ValueError: if there are none.
     """
     names = read_pickle(path).get(key)
-    if not isinstance(names, list) or not all(isinstance(name, bytes | str) for name in names):
+    if not isinstance(names, list) or not all(map(_is_name, names)):
         raise ValueError(f"{str(path)!r} has no list of names {key!r}. Fetch it again.")
     return tuple(name.decode("utf-8", "replace") if isinstance(name, bytes) else name for name in names)
 
@@ -73,6 +75,10 @@ def names_in_pickle(path: Path, key: str) -> tuple[str, ...]:
 def names_in_text(path: Path) -> tuple[str, ...]:
     """The names of the classes in a text file, one in a line."""
     return tuple(path.read_text(encoding="utf-8", errors="replace").split())
+
+
+def _is_name(value: Any) -> bool:
+    return isinstance(value, bytes | str) and len(value) <= LONGEST_NAME
 
 
 def _is_label(value: Any) -> bool:

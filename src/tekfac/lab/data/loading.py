@@ -23,13 +23,14 @@ def load(
 
     Args:
         name: cifar10, cifar100, svhn, digits or folder.
-        folder: that holds the files, or the official folder with the files; digits need none. Default:
+        folder: that holds the files, or the official folder with the files; digits have none. Default:
             $TEKFAC_DATA, or ~/.cache/tekfac/data.
         allow_partial: go on with fewer images than the official ones; the notes of the set say so.
         image_size: of the set "folder": height and width to which its images are resized.
 
     Raises:
-        ValueError: for an unknown name, and for data that are damaged or not complete.
+        ValueError: for an unknown name, for a folder where the set has none, and for data that are damaged or
+            not complete.
         FileNotFoundError: if there is no such folder, or not the set's files in it.
     """
     known = named(name)
@@ -38,6 +39,11 @@ def load(
             f"--image-size is for the data set {FOLDER.name!r}. The images of {name} have one size."
         )
     if known is DIGITS:
+        if folder is not None:
+            raise ValueError(
+                f"The data set {name!r} is in no folder: {DIGITS.about}. Leave --data-dir {str(folder)!r} out, "
+                "or say with --data which set is there."
+            )
         return digits()
     where = default_folder(name) if folder is None else Path(folder)
     if not where.is_dir():

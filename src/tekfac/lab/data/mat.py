@@ -5,9 +5,11 @@ SciPy reads these files too, but a damaged one can crash it, and the interpreter
 
 from __future__ import annotations
 
+import math
 import struct
 import zlib
 from collections.abc import Iterator
+from itertools import islice
 from pathlib import Path
 
 import torch
@@ -16,7 +18,14 @@ from torch import Tensor
 HEADER = 128
 MATRIX, COMPRESSED = 14, 15
 LARGEST = 1 << 30
-"""The most bytes that an array may have; SVHN's largest has a fifth of that."""
+"""The most bytes that the arrays of a file may have together; those of SVHN's largest have a fifth of that."""
+
+MOST_ELEMENTS = 1000
+"""SVHN's files have two arrays."""
+
+AXES = range(2, 5)
+LONGEST_NAME = 63
+"""MATLAB has no longer ones."""
 
 TYPES = {
     1: torch.int8,
@@ -50,22 +59,29 @@ def read_mat(path: Path) -> dict[str, Tensor]:
 
 
 def _matrices(raw: memoryview) -> Iterator[Element]:
-    """What the file holds, unpacked where it is compressed."""
+    """What the file holds, unpacked where it is compressed; no more bytes altogether than `LARGEST`."""
+    left = LARGEST
     for kind, content in _elements(raw):
         if kind != COMPRESSED:
             yield kind, content
             continue
         stream = zlib.decompressobj()
-        whole = stream.decompress(content, LARGEST)
+        whole = stream.decompress(content, left + 1)
+        left -= len(whole)
+        if left < 0:
+            raise ValueError(f"its arrays have more than {LARGEST:,} bytes when unpacked")
         if not stream.eof:
-            raise ValueError("a compressed array is cut off or too large")
+            raise ValueError("a compressed array is cut off")
         yield from _elements(memoryview(bytearray(whole)))
 
 
 def _elements(raw: memoryview) -> Iterator[Element]:
     """Types and bytes, one after the other, filled up to eight; up to four bytes may sit in the tag itself."""
-    position = 0
+    position = count = 0
     while position < len(raw):
+        count += 1
+        if count > MOST_ELEMENTS:
+            raise ValueError(f"it has more than {MOST_ELEMENTS:,} elements")
         kind, size = struct.unpack_from("<II", raw, position)
         start = position + 8
         if kind >> 16:
@@ -82,18 +98,22 @@ def _elements(raw: memoryview) -> Iterator[Element]:
 
 def _array(raw: memoryview) -> tuple[str, Tensor]:
     """Name and numbers of an array; its first axis is stored with stride one."""
-    parts = list(_elements(raw))
+    parts = list(islice(_elements(raw), 4))
     if len(parts) < 4:
         raise ValueError("an array has no content")
     (_, _), (_, lengths), (_, name), (kind, content) = parts[:4]
+    if len(lengths) % 4 or len(lengths) // 4 not in AXES:
+        raise ValueError(f"an array has another number of axes than {AXES[0]} to {AXES[-1]}")
     shape = [length for (length,) in struct.iter_unpack("<i", lengths)]
     if kind not in TYPES:
         raise ValueError(f"an array is of type {kind}, which is none of numbers")
-    count = 1
-    for length in shape:
-        if length < 0:
-            raise ValueError("an array has a negative length")
-        count *= length
+    if len(name) > LONGEST_NAME:
+        raise ValueError(f"the name of an array is longer than {LONGEST_NAME} letters")
+    if min(shape) < 0:
+        raise ValueError("an array has a negative length")
+    if math.prod(max(length, 1) for length in shape) > LARGEST:
+        raise ValueError(f"an array of shape {shape} is too large")
+    count = math.prod(shape)
     if count * TYPES[kind].itemsize != len(content):
         raise ValueError(f"an array of shape {shape} has {len(content):,} bytes")
     flat = torch.frombuffer(content, dtype=TYPES[kind]) if count else torch.empty(0, dtype=TYPES[kind])

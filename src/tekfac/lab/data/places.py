@@ -9,6 +9,8 @@ from pathlib import Path
 from tekfac.lab.data.catalogue import FOLDER, KNOWN, Known, Layout
 
 VARIABLE = "TEKFAC_DATA"
+WHOLE = 0.99
+"""A file of images with less than this share of its official size is a part; pickles differ by less."""
 
 
 @dataclass(frozen=True)
@@ -33,12 +35,17 @@ def default_folder(name: str) -> Path:
 
 
 def place_in(known: Known, folder: Path) -> Place | None:
-    """Where a set is: the folder itself or one of the official name inside it; preferred layouts first."""
-    for layout in known.layouts:
-        for candidate in (folder, folder / layout.folder):
-            if holds(layout, candidate):
-                return Place(known, layout, candidate)
-    return None
+    """Where a set is: the folder itself or one of the official name inside it.
+
+    Whole sets come before parts, and then preferred layouts first.
+    """
+    places = [
+        Place(known, layout, candidate)
+        for layout in known.layouts
+        for candidate in (folder, folder / layout.folder)
+        if holds(layout, candidate)
+    ]
+    return next((place for place in places if _is_whole(place)), places[0] if places else None)
 
 
 def places_below(folder: Path) -> list[Place]:
@@ -56,3 +63,9 @@ def places_below(folder: Path) -> list[Place]:
 def holds(layout: Layout, folder: Path) -> bool:
     """Whether a folder has some of the layout's images."""
     return any((folder / file.name).is_file() for file in layout.of("train", "test"))
+
+
+def _is_whole(place: Place) -> bool:
+    """Whether all files of images are there, and as large as the official ones."""
+    paths = [(place.folder / file.name, file.size) for file in place.layout.of("train", "test")]
+    return all(path.is_file() and path.stat().st_size >= WHOLE * size for path, size in paths)

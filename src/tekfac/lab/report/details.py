@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import json
 import shlex
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from html import escape
-from typing import Any
 
 from tekfac.lab.report.cells import in_percent
-from tekfac.lab.report.grouping import plain
+from tekfac.lab.report.grouping import flat, plain
 from tekfac.lab.report.runs import Run
 from tekfac.lab.report.summary import TaskSummary, spread
 
@@ -41,7 +40,7 @@ def origins(runs: Sequence[Run]) -> dict[str, str]:
     """Where the runs come from: whatever they recorded, each value once, and their seeds."""
     found: dict[str, dict[str, None]] = {}
     for run in runs:
-        for name, value in _flat(run.provenance):
+        for name, value in flat(run.provenance).items():
             if name not in IN_RUNS and value:
                 found.setdefault(name, {})[plain(value)] = None
     facts = {name: ", ".join(values) for name, values in found.items()}
@@ -85,11 +84,3 @@ def _run(label: str, task: str, run: Run) -> str:
         f'<span class="end">{status}, {escape(end)}</span></summary>\n{fact_list(facts)}'
         f"<pre><code>{escape(config)}</code></pre>\n</details>"
     )
-
-
-def _flat(values: Mapping[str, Any]) -> Iterable[tuple[str, Any]]:
-    for name, value in values.items():
-        if isinstance(value, Mapping):
-            yield from _flat(value)
-        else:
-            yield name, value

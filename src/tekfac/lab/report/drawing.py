@@ -87,10 +87,16 @@ def looks(groups: Sequence[Group]) -> list[dict[str, Any]]:
     return found
 
 
-def legend(figure: Figure, handles: Sequence[Any], labels: Sequence[str]) -> None:
-    """Above all panels, in as many columns as there is room for."""
+def legend(figure: Figure, handles: Sequence[Any], labels: Sequence[str], title: str | None = None) -> None:
+    """Above all panels, in as many columns as there is room for; labels stand there letter by letter."""
+    if not labels:
+        return
     columns = max(1, min(len(labels), LETTERS_PER_LINE // (max(map(len, labels)) + 6)))
-    figure.legend(handles, labels, loc="outside upper center", ncols=columns, frameon=False)
+    places = [str(place) for place in range(len(labels))]
+    made = figure.legend(handles, places, loc="outside upper center", ncols=columns, frameon=False, title=title)
+    made.get_title().set(parse_math=False, fontsize=STYLE["legend.fontsize"])
+    for text, label in zip(made.get_texts(), labels, strict=True):
+        text.set(text=label, parse_math=False)
 
 
 def settle(figure: Figure) -> None:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from textwrap import wrap
 from typing import TYPE_CHECKING, Any
 
 from tekfac.extras import require
 from tekfac.lab.clock import PARTS
-from tekfac.lab.report.drawing import empty, legend, looks, style
-from tekfac.lab.report.lines import Line, over_epochs, over_time
+from tekfac.lab.report.drawing import LETTERS_PER_LINE, empty, legend, looks, style
+from tekfac.lab.report.grouping import plain
+from tekfac.lab.report.lines import Line, epoch_times, over_epochs, over_time
 from tekfac.lab.report.runs import Epoch, LayerCurvature, Run
 from tekfac.lab.report.summary import GroupSummary, TaskSummary
 
@@ -18,10 +20,13 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 MOST_LINES = 10
-MOST_LAYERS = 12
-"""That are named; the others have the shades between."""
+MOST_NAMED = 12
+"""Lines in shades of one colour that are named; the others have the shades between."""
 
-PART_COLOURS = ("#bbbbbb", "#77aadd", "#44bb99", "#ee8866", "#eedd88", "#e8e8e8")
+MOST_RUNS = 4
+"""Whose curvature is drawn."""
+
+PART_COLOURS = ("#bbbbbb", "#77aadd", "#44bb99", "#ee8866", "#eedd88")
 MEASURED: dict[str, Callable[[LayerCurvature], float]] = {
     "trace": lambda row: row.trace,
     "condition number": lambda row: row.condition,
@@ -44,23 +49,36 @@ def curves(summary: TaskSummary) -> Figure:
     with style():
         figure = empty(4.6)
         panels = figure.subplots(2, 2, sharex="col", sharey="row")
+        handles = []
         for (ylabel, value), row in zip(values, panels, strict=True):
             for axes, along in zip(row, (over_epochs, over_time), strict=True):
                 for group, look in zip(groups, looks(groups), strict=True):
-                    _draw(axes, along(group.runs, value), group.label, look)
-                    _mark_ends(axes, group.runs, value, look, by_time=along is over_time)
+                    handles.append(draw(axes, along(group.runs, value), group.label, look))
+                    times = epoch_times(group.runs) if along is over_time else None
+                    _mark_ends(axes, group.runs, value, look, times)
                 axes.grid(visible=True)
             row[0].set_ylabel(ylabel)
         for axes in panels[0]:
             axes.axhline(100 * summary.target, color="#888888", linewidth=0.8, linestyle=(0, (1, 2)), zorder=1)
-        panels[1, 0].set(yscale="log", xlabel="epoch")
-        _plain_within_a_decade(panels[1, 0])
-        panels[1, 0].xaxis.get_major_locator().set_params(integer=True)
+        _logarithmic(panels[1])
+        panels[1, 0].set_xlabel("epoch")
+        panels[1, 0].locator_params(axis="x", integer=True, min_n_ticks=1)
         panels[1, 1].set_xlabel("training time, seconds")
-        handles, labels = panels[0, 0].get_legend_handles_labels()
-        if labels:
-            legend(figure, handles, labels)
+        legend(figure, handles[: len(groups)], [group.label for group in groups])
     return figure
+
+
+def _logarithmic(panels: Sequence[Axes]) -> None:
+    """The axis that panels beside each other share; where nothing can stand on it, the panels say so."""
+    if any(math.isfinite(axes.dataLim.minposy) for axes in panels):
+        panels[0].set_yscale("log")
+        _plain_within_a_decade(panels[0])
+        return
+    panels[0].set_yticks([])
+    for axes in panels:
+        axes.text(
+            0.5, 0.5, "nothing finite", transform=axes.transAxes, ha="center", va="center", color="#888888"
+        )
 
 
 def _plain_within_a_decade(axes: Axes) -> None:
@@ -75,12 +93,12 @@ def _plain_within_a_decade(axes: Axes) -> None:
 def time_shares(summary: TaskSummary) -> Figure:
     """Milliseconds per step of every group, by what they are spent on."""
     rows = [row for row in shown(summary) if row.parts_ms]
-    parts = [part for part in (*PARTS, "other") if any(row.parts_ms[part] > 0 for row in rows)]
+    parts = [part for part in PARTS if any(row.parts_ms[part] > 0 for row in rows)]
     with style():
         figure = empty(0.9 + 0.26 * len(rows))
         axes = figure.subplots()
         ends = [0.0] * len(rows)
-        for part, colour in zip((*PARTS, "other"), PART_COLOURS, strict=True):
+        for part, colour in zip(PARTS, PART_COLOURS, strict=True):
             if part in parts:
                 widths = [row.parts_ms[part] for row in rows]
                 axes.barh(range(len(rows)), widths, 0.7, left=ends, color=colour, label=part)
@@ -89,76 +107,86 @@ def time_shares(summary: TaskSummary) -> Figure:
             axes.annotate(
                 f"{end:.3g}", (end, place), (4, 0), textcoords="offset points", va="center", fontsize=7
             )
-        axes.set_yticks(range(len(rows)), [row.group.label for row in rows])
+        axes.set_yticks(range(len(rows)), [row.group.label for row in rows], parse_math=False)
         axes.set(xlabel="milliseconds per step", xlim=(0, 1.08 * max(ends, default=1.0) or 1.0))
         axes.invert_yaxis()
         axes.tick_params(axis="y", length=0)
         axes.grid(visible=True, axis="x")
-        handles, labels = axes.get_legend_handles_labels()
-        if labels:
-            legend(figure, handles, labels)
+        legend(figure, axes.containers, parts)
     return figure
 
 
-def has_curvature(summary: TaskSummary) -> bool:
-    """Whether a group that is shown has rows of its layers' curvature."""
-    return any(run.curvature for row in shown(summary) for run in row.group.runs)
+def with_curvature(summary: TaskSummary) -> list[tuple[str, Run]]:
+    """Labels of the groups that are shown and, by seed, the first run of each that recorded its curvature."""
+    found = [(row.group.label, [run for run in row.group.runs if run.curvature]) for row in shown(summary)]
+    return [(label, runs[0]) for label, runs in found if runs]
 
 
 def curvature(summary: TaskSummary) -> Figure:
-    """Trace, condition number and damping of every layer against steps; one run of each group that has them.
+    """Trace, condition number and damping of every layer against steps, of the first runs that have them.
 
     Raises:
         ValueError: if no run has rows of its layers' curvature.
     """
-    found = [(row.group.label, run) for row in shown(summary) for run in row.group.runs if run.curvature]
-    runs = dict(reversed(found))  # of every group the first seed
+    runs = with_curvature(summary)[:MOST_RUNS]
     if not runs:
         raise ValueError(
             f"No run of {summary.task.title} has recorded its curvature. Expected a curvature.jsonl in one."
         )
-    runs = dict(list(reversed(runs.items()))[:4])
-    layers = list(dict.fromkeys(row.layer for run in runs.values() for row in run.curvature))
-    colours = require("matplotlib", "A figure").colormaps["viridis"]
+    layers = list(dict.fromkeys(row.layer for _, run in runs for row in run.curvature))
+    colours = shades(len(layers))
     with style():
         figure = empty(4.9)
         panels = figure.subplots(len(MEASURED), len(runs), sharex="col", sharey="row", squeeze=False)
         for (ylabel, value), row in zip(MEASURED.items(), panels, strict=True):
-            for axes, run in zip(row, runs.values(), strict=True):
-                for place, layer in enumerate(layers):
+            for axes, (_, run) in zip(row, runs, strict=True):
+                for layer, colour in zip(layers, colours, strict=True):
                     own = [r for r in run.curvature if r.layer == layer]
                     heights = [v if (v := value(r)) > 0 else math.nan for r in own]
-                    shade = colours(0.92 * place / max(len(layers) - 1, 1))
-                    axes.plot([r.step for r in own], heights, color=shade, linewidth=1.0, label=_short(layer))
-                axes.set_yscale("log")
+                    marker = "o" if len(own) == 1 else None
+                    axes.plot(
+                        [r.step for r in own], heights, color=colour, linewidth=1.0, marker=marker, markersize=3
+                    )
                 axes.grid(visible=True)
+            _logarithmic(row)
             row[0].set_ylabel(ylabel)
-        for axes, label in zip(panels[0], runs, strict=True):
-            axes.set_title(label)
+        for axes, (label, run) in zip(panels[0], runs, strict=True):
+            lines = wrap(f"{label}, seed {plain(run.seed)}", LETTERS_PER_LINE // len(runs) - 4)
+            axes.set_title("\n".join(lines), parse_math=False)
         for axes in panels[-1]:
             axes.set_xlabel("step")
-        handles, labels = panels[0, 0].get_legend_handles_labels()
-        every = math.ceil(len(labels) / MOST_LAYERS)
-        legend(figure, handles[::every], labels[::every])
+            axes.locator_params(axis="x", integer=True, min_n_ticks=1)
+        every = math.ceil(len(layers) / MOST_NAMED)
+        legend(figure, panels[0, 0].lines[::every], list(map(_short, layers))[::every], "layer")
     return figure
 
 
-def _draw(axes: Axes, line: Line, label: str, look: dict[str, Any]) -> None:
-    """A mean and its band; a line of one point is a dot."""
+def shades(count: int) -> list[Any]:
+    """Colours from dark to light."""
+    colours = require("matplotlib", "A figure").colormaps["viridis"]
+    return [colours(0.92 * place / max(count - 1, 1)) for place in range(count)]
+
+
+def draw(axes: Axes, line: Line, label: str, look: Mapping[str, Any]) -> Any:
+    """A mean and its band; a line of one point is a dot. Returns what stands in a legend."""
     marker = "o" if len(line.x) == 1 else None
-    axes.plot(line.x, line.mean, label=label, marker=marker, markersize=3, **look)
+    (drawn,) = axes.plot(line.x, line.mean, label=label, marker=marker, markersize=3, **look)
     if any(low < high for low, high in zip(line.low, line.high, strict=True)):
         axes.fill_between(line.x, line.low, line.high, color=look["color"], alpha=0.16, linewidth=0)
+    return drawn
 
 
 def _mark_ends(
-    axes: Axes, runs: Sequence[Run], value: Callable[[Epoch], float], look: dict[str, Any], by_time: bool
+    axes: Axes,
+    runs: Sequence[Run],
+    value: Callable[[Epoch], float],
+    look: Mapping[str, Any],
+    times: Mapping[float, float] | None,
 ) -> None:
-    """A cross where a run diverged."""
-    last = [run.epochs[-1] for run in runs if run.status == "diverged" and run.epochs]
-    places = [(epoch.seconds if by_time else epoch.epoch, value(epoch)) for epoch in last]
-    for x, y in places:
-        axes.plot(x, y, "x", color=look["color"], markersize=5)
+    """A cross where a run diverged: at its epoch, or at the time that the epoch has."""
+    for last in [run.epochs[-1] for run in runs if run.status == "diverged" and run.epochs]:
+        x = last.epoch if times is None else times.get(last.epoch, last.seconds)
+        axes.plot(x, value(last), "x", color=look["color"], markersize=5)
 
 
 def _short(layer: str) -> str:

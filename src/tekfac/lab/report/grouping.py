@@ -7,13 +7,14 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from tekfac.lab import config
 from tekfac.lab.report.names import display, position
 from tekfac.lab.report.runs import Run
 
-WHERE = frozenset({"seed", "device", "threads", "data_dir", "workers"})
+WHERE = frozenset({"seed", *config.PLACE})
 """What tells the runs of a group apart: the seed, and where they ran."""
 
-OF_OPTIMIZER = frozenset({"name", "optimizer", "lr", "momentum", "weight_decay", "options"})
+OF_OPTIMIZER = frozenset({"name", *config.OF_OPTIMIZER, "options"})
 """What tells the groups of a task apart. Everything else that a configuration has belongs to the task."""
 
 Settings = Mapping[str, Any]
@@ -39,6 +40,11 @@ class Group:
     def seeds(self) -> list[Any]:
         """The seeds of its runs."""
         return [run.seed for run in self.runs]
+
+    @property
+    def finished(self) -> bool:
+        """Whether all of its runs did."""
+        return all(run.status == "finished" for run in self.runs)
 
     @property
     def status(self) -> str:
@@ -80,7 +86,7 @@ def tasks_of(runs: Iterable[Run]) -> list[Task]:
         for setting, own in sorted(
             zip(settings, same.values(), strict=True), key=lambda pair: _place(pair[0], different)
         ):
-            title = ", ".join([data, model, *_words(setting, different)])
+            title = ", ".join([data, model, *words(setting, different)])
             tasks.append(Task(title, data, model, setting, _groups(own)))
     return tasks
 
@@ -96,7 +102,7 @@ def _groups(runs: Sequence[Run]) -> tuple[Group, ...]:
         different = differing([optimizer_settings(same[0]) for same in own])
         for same in sorted(own, key=lambda same: _place(optimizer_settings(same[0]), different)):
             settings = optimizer_settings(same[0])
-            label = ", ".join([display(optimizer), *_words(settings, different)])
+            label = ", ".join([display(optimizer), *words(settings, different)])
             by_seed = sorted(same, key=lambda run: (_ordered(run.seed), str(run.path)))
             groups.append(Group(label, optimizer, settings, tuple(by_seed)))
     return tuple(groups)
@@ -104,13 +110,13 @@ def _groups(runs: Sequence[Run]) -> tuple[Group, ...]:
 
 def task_settings(run: Run) -> Settings:
     """What a run has in common with all of its task."""
-    return _flat({key: value for key, value in run.config.items() if key not in WHERE | OF_OPTIMIZER})
+    return flat({key: value for key, value in run.config.items() if key not in WHERE | OF_OPTIMIZER})
 
 
 def optimizer_settings(run: Run) -> Settings:
     """What a run has in common with its group, beside the task; a label that was not given is none."""
     own = {key: value for key, value in run.config.items() if key in OF_OPTIMIZER}
-    return _flat({key: value for key, value in own.items() if key != "name" or value})
+    return flat({key: value for key, value in own.items() if key != "name" or value})
 
 
 def differing(settings: Sequence[Settings]) -> list[str]:
@@ -138,21 +144,22 @@ def plain(value: Any) -> str:
     return str(value)
 
 
-def _words(settings: Settings, names: Iterable[str]) -> list[str]:
+def words(settings: Settings, names: Iterable[str]) -> list[str]:
+    """Some of the settings as text, as far as they are there; a label of the user's own stands for itself."""
     own = [name for name in names if name in settings]
     return [plain(settings[name]) if name == "name" else f"{name} {plain(settings[name])}" for name in own]
 
 
-def _flat(config: Settings) -> dict[str, Any]:
-    """Settings inside of settings brought to the top; with the outer name where there is such a one already."""
-    flat: dict[str, Any] = {}
-    for name, value in config.items():
+def flat(nested: Settings) -> dict[str, Any]:
+    """Values inside of values brought to the top; with the outer name where there is such a one already."""
+    found: dict[str, Any] = {}
+    for name, value in nested.items():
         if isinstance(value, Mapping):
-            for inner, own in _flat(value).items():
-                flat[f"{name}.{inner}" if inner in config else inner] = own
+            for inner, own in flat(value).items():
+                found[f"{name}.{inner}" if inner in nested else inner] = own
         else:
-            flat[name] = tuple(value) if isinstance(value, list) else value
-    return flat
+            found[name] = tuple(value) if isinstance(value, list) else value
+    return found
 
 
 def _key(settings: Settings) -> frozenset[tuple[str, Any]]:

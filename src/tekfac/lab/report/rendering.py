@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import io
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
@@ -77,17 +78,19 @@ def to_markdown(table: Table) -> str:
 
 
 def to_latex(table: Table) -> str:
-    """A `table` in the style of booktabs, whose package it needs."""
+    """A `table` in the style of booktabs, whose package it needs: the title above, the notes below in small."""
     rows = [
         [rf"\textbf{{{latex(cell)}}}" if (r, c) in table.bold else latex(cell) for c, cell in enumerate(row)]
         for r, row in enumerate(table.rows)
     ]
-    caption = " ".join([_sentence(latex(table.title)), *map(latex, table.notes)])
+    notes = [rf"    {latex(note)}\par" for note in table.notes]
+    small = [r"  \par\smallskip", r"  \begin{minipage}{\linewidth}\footnotesize", *notes, r"  \end{minipage}"]
     return "\n".join(
         [
             r"\begin{table}",
             r"  \centering",
-            rf"  \caption{{{caption}}}",
+            rf"  \caption{{{latex(table.title)}}}",
+            rf"  \label{{tab:{slug(table.title)}}}",
             rf"  \begin{{tabular}}{{l{'r' * (len(table.header) - 1)}}}",
             r"    \toprule",
             rf"    {' & '.join(map(latex, table.header))} \\",
@@ -95,6 +98,7 @@ def to_latex(table: Table) -> str:
             *(rf"    {' & '.join(row)} \\" for row in rows),
             r"    \bottomrule",
             r"  \end{tabular}",
+            *(small if notes else []),
             r"\end{table}",
             "",
         ]
@@ -132,13 +136,7 @@ def to_rich(table: Table) -> RichTable:
         pad_edge=False,
     )
     for column, name in enumerate(table.header):
-        words = [word for row in (table.header, *table.rows) for word in row[column].split()]
-        shown.add_column(
-            text(_in_two_lines(name)),
-            justify="right" if column else "left",
-            min_width=max(map(len, words), default=0),
-            overflow="fold",
-        )
+        shown.add_column(text(_in_two_lines(name)), justify="right" if column else "left", overflow="fold")
     for r, row in enumerate(table.rows):
         shown.add_row(*(text(cell, style="bold" if (r, c) in table.bold else "") for c, cell in enumerate(row)))
     return shown  # type: ignore[no-any-return]
@@ -147,6 +145,11 @@ def to_rich(table: Table) -> RichTable:
 def latex(text: str) -> str:
     """Text as LaTeX shows it."""
     return "".join(LATEX.get(letter, letter) for letter in " ".join(text.split()))
+
+
+def slug(text: str) -> str:
+    """Letters that are safe in the name of a file and in a label."""
+    return re.sub(r"[^a-z0-9.]+", "-", text.lower()).strip("-.") or "task"
 
 
 def _html_row(table: Table, index: int) -> str:
@@ -170,7 +173,3 @@ def _in_two_lines(text: str) -> str:
     spaces = [place for place, letter in enumerate(text) if letter == " "]
     place = min(spaces, key=lambda space: max(space, len(text) - space), default=None)
     return text if place is None else f"{text[:place]}\n{text[place + 1 :]}"
-
-
-def _sentence(text: str) -> str:
-    return text if text.endswith((".", "?", "!")) else f"{text}."

@@ -120,12 +120,11 @@ def read_run(folder: str | Path) -> Run:
     path = Path(folder)
     described = read_json(path / "run.json")
     config = _config(path / "run.json", described)
-    epochs = {row.epoch: row for row in _rows(path / "epochs.jsonl", _epoch)}  # a resumed epoch: its last row
     return Run(
         path=path,
         config=config,
         provenance=described.get("provenance") or {},
-        epochs=tuple(epochs[epoch] for epoch in sorted(epochs)),
+        epochs=tuple(_rows(path / "epochs.jsonl", _epoch)),
         curvature=tuple(_rows(path / "curvature.jsonl", _layer_curvature)),
         status=_status(path / "result.json"),
     )

@@ -1,4 +1,4 @@
-"""Figures of sweeps: final accuracy against one setting, or over two."""
+"""Figures of sweeps: final accuracy against one setting, or over two, and the curves for every value of one."""
 
 from __future__ import annotations
 
@@ -8,7 +8,9 @@ from typing import TYPE_CHECKING
 
 from tekfac.lab.report.cells import in_percent
 from tekfac.lab.report.drawing import Drawing, empty, legend, looks, style
-from tekfac.lab.report.grouping import differing, plain
+from tekfac.lab.report.figures import MOST_NAMED, draw, shades, shown
+from tekfac.lab.report.grouping import differing, plain, words
+from tekfac.lab.report.lines import over_epochs
 from tekfac.lab.report.names import display, position
 from tekfac.lab.report.summary import GroupSummary, TaskSummary
 
@@ -20,12 +22,15 @@ FEWEST = 3
 
 
 def swept(summary: TaskSummary) -> list[Drawing]:
-    """A figure for every setting, or two, that the optimizers of a task were tried with."""
+    """A figure for every setting, or two, that the optimizers of a task were tried with.
+
+    Where these are too many for the curves of all, there are curves along every setting, too.
+    """
     along: dict[str, int] = {}
     drawings = []
     for optimizer in sorted({row.group.optimizer for row in summary.rows}, key=position):
         own = [row for row in summary.ranked if row.group.optimizer == optimizer]
-        names = differing([row.group.settings for row in own]) if own else []
+        names = _differing(own)
         values = {name: _values(own, name) for name in names}
         if len(names) == 1 and len(values[names[0]]) >= FEWEST:
             along[names[0]] = along.get(names[0], 0) + 1
@@ -34,6 +39,8 @@ def swept(summary: TaskSummary) -> list[Drawing]:
             text = f"Mean final test accuracy of {display(optimizer)} by {first} and {second}"
             figure = heat_map(summary, optimizer, first, second)
             drawings.append(Drawing(f"{optimizer}-{first}-{second}", f"{text}.", _listed(text, own), figure))
+        if len(shown(summary)) < len(summary.rows):
+            drawings += [_curves(own, name) for name in names if len(_beside_best(own, name)) >= FEWEST]
     for name in along:
         text = f"Final test accuracy against {name}, best of the other settings; mean ± deviation over seeds"
         rows = [row for row in summary.ranked if name in row.group.settings]
@@ -65,10 +72,10 @@ def sensitivity(summary: TaskSummary, setting: str) -> Figure:
         every = [row.group.settings[setting] for rows in lines.values() for row in rows]
         if min(every) > 0 and max(every) >= 10 * min(every):
             axes.set_xscale("log")
-        axes.set(xlabel=setting, ylabel="final test accuracy, %")
+        axes.set_xlabel(setting, parse_math=False)
+        axes.set_ylabel("final test accuracy, %")
         axes.grid(visible=True)
-        handles, labels = axes.get_legend_handles_labels()
-        legend(figure, handles, labels)
+        legend(figure, axes.containers, list(map(display, lines)))
     return figure
 
 
@@ -97,11 +104,58 @@ def heat_map(summary: TaskSummary, optimizer: str, first: str, second: str) -> F
                 axes.text(x, y, text, ha="center", va="center", fontsize=7, color="black" if dark else "white")
         axes.set_xticks(range(len(columns)), list(map(plain, columns)))
         axes.set_yticks(range(len(lines)), list(map(plain, lines)))
-        axes.set(xlabel=first, ylabel=second)
+        axes.set_xlabel(first, parse_math=False)
+        axes.set_ylabel(second, parse_math=False)
         axes.tick_params(length=0)
         axes.spines[:].set_visible(False)
-        figure.colorbar(image, ax=axes, pad=0.015, label=f"{display(optimizer)}: test accuracy, %")
+        bar = figure.colorbar(image, ax=axes, pad=0.015)
+        bar.set_label(f"{display(optimizer)}: test accuracy, %", parse_math=False)
     return figure
+
+
+def curves(rows: Sequence[GroupSummary], setting: str) -> Figure:
+    """Test accuracy against epochs, a line for every group in the shade of its value of a setting."""
+    with style():
+        figure = empty(2.9)
+        axes = figure.subplots()
+        labels = [plain(row.group.settings[setting]) for row in rows]
+        lines = [
+            draw(
+                axes,
+                over_epochs(row.group.runs, lambda epoch: 100 * epoch.test_accuracy),
+                label,
+                {"color": colour, "linestyle": "-"},
+            )
+            for row, label, colour in zip(rows, labels, shades(len(rows)), strict=True)
+        ]
+        axes.set(xlabel="epoch", ylabel="test accuracy, %")
+        axes.locator_params(axis="x", integer=True, min_n_ticks=1)
+        axes.grid(visible=True)
+        every = math.ceil(len(rows) / MOST_NAMED)
+        legend(figure, lines[::every], labels[::every], setting)
+    return figure
+
+
+def _curves(own: Sequence[GroupSummary], setting: str) -> Drawing:
+    """The curves of an optimizer along a setting, with what is said about them; its groups from the best on."""
+    rows, best = _beside_best(own, setting), own[0].group
+    others = words(best.settings, [name for name in _differing(own) if name != setting])
+    at = f", at {', '.join(others)} as in its best setting" if others else ""
+    text = f"Test accuracy of {display(best.optimizer)} against epochs for every {setting}{at}"
+    caption = f"{text}: means over seeds, bands of one standard deviation."
+    return Drawing(f"{best.optimizer}-curves-{setting}", caption, _listed(text, rows), curves(rows, setting))
+
+
+def _beside_best(own: Sequence[GroupSummary], setting: str) -> list[GroupSummary]:
+    """The groups that differ from the first, the best, in nothing but the number a setting has; by number."""
+    known = {
+        row.group.settings.get(setting): row for row in own if _differing([own[0], row]) in ([], [setting])
+    }
+    return [known[value] for value in _values(list(known.values()), setting)]
+
+
+def _differing(rows: Sequence[GroupSummary]) -> list[str]:
+    return differing([row.group.settings for row in rows])
 
 
 def _along(summary: TaskSummary, optimizer: str, setting: str) -> list[GroupSummary]:

@@ -55,7 +55,7 @@ class GroupSummary:
         seconds_to_target: of training, to the end of that epoch.
         seconds: of training in all.
         step_ms: milliseconds per step.
-        parts_ms: those of every part of a step; what is left is "other".
+        parts_ms: those of every part of a step.
     """
 
     group: Group
@@ -88,8 +88,9 @@ class TaskSummary:
     @property
     def ranked(self) -> list[GroupSummary]:
         """The groups that finished an epoch, by mean final test accuracy, the best first."""
-        known = [row for row in self.rows if _mean(row.final_accuracy) is not None]
-        return sorted(known, key=lambda row: -(_mean(row.final_accuracy) or 0.0))
+        ends = [(row.final_accuracy.mean, row) for row in self.rows if row.final_accuracy is not None]
+        known = [(mean, row) for mean, row in ends if not math.isnan(mean)]
+        return [row for _, row in sorted(known, key=lambda pair: -pair[0])]
 
     @property
     def best_of_optimizers(self) -> list[GroupSummary]:
@@ -179,16 +180,10 @@ def _reached(found: Sequence[Epoch], value: Callable[[Epoch], float], runs: int)
 
 
 def _parts_ms(last: Sequence[Epoch]) -> dict[str, float]:
-    """Mean milliseconds per step of every part, and of what no part has."""
+    """Mean milliseconds per step of every part."""
     if not last:
         return {}
-    per_step = {
+    return {
         part: math.fsum(1000 * epoch.parts[part] / max(epoch.step, 1) for epoch in last) / len(last)
         for part in PARTS
     }
-    whole = math.fsum(1000 * epoch.seconds / max(epoch.step, 1) for epoch in last) / len(last)
-    return per_step | {"other": max(0.0, whole - math.fsum(per_step.values()))}
-
-
-def _mean(known: Spread | None) -> float | None:
-    return None if known is None or math.isnan(known.mean) else known.mean

@@ -22,7 +22,7 @@ from tekfac.lab.report.cells import (
 from tekfac.lab.report.names import display, position
 from tekfac.lab.report.rendering import Table
 from tekfac.lab.report.summary import GroupSummary, Spread, TaskSummary
-from tekfac.lab.report.wording import comparison_notes, time_notes
+from tekfac.lab.report.wording import COMPARABLE, Measure, comparison_notes, time_notes
 
 Paper = Mapping[tuple[str, str, str], str]
 """(data, model, optimizer) to the accuracy that the paper prints, in percent."""
@@ -54,11 +54,11 @@ def comparison(summary: TaskSummary) -> Table:
             )
             for row in rows
         ),
-        bold=_bold(2, [mean(row.final_accuracy) for row in rows], max)
-        | _bold(3, [mean(row.best_accuracy) for row in rows], max)
-        | _bold(4, [mean(row.train_loss) for row in rows], min)
-        | _bold(5, [median_of_all(row.epochs_to_target) for row in rows], min)
-        | _bold(6, [median_of_all(row.seconds_to_target) for row in rows], min),
+        bold=_bold(2, rows, lambda row: mean(row.final_accuracy), max)
+        | _bold(3, rows, lambda row: mean(row.best_accuracy), max)
+        | _bold(4, rows, lambda row: mean(row.train_loss), min)
+        | _bold(5, rows, lambda row: median_of_all(row.epochs_to_target), min)
+        | _bold(6, rows, lambda row: median_of_all(row.seconds_to_target), min),
         notes=comparison_notes(summary),
     )
 
@@ -83,23 +83,22 @@ def brief(summary: TaskSummary) -> Table:
 
 def times(summary: TaskSummary) -> Table:
     """One row per group: seconds, and what a step spends them on."""
-    parts = [*PARTS, "other"]
     return Table(
         title=f"{summary.task.title}: time",
-        header=("optimizer", "seconds in all", "ms per step", *(f"{part}, %" for part in parts)),
+        header=("optimizer", "seconds in all", "ms per step", *(f"{part}, %" for part in PARTS)),
         rows=tuple(
             (
                 row.group.label,
                 seconds_or_ms(row.seconds),
                 seconds_or_ms(row.step_ms),
-                *(f"{100 * share:.0f}" for share in _shares(row, parts)),
+                *(f"{100 * share:.0f}" for share in _shares(row)),
             )
             if row.seconds
-            else (row.group.label, *[NOTHING] * (2 + len(parts)))
+            else (row.group.label, *[NOTHING] * (2 + len(PARTS)))
             for row in summary.rows
         ),
-        bold=_bold(1, [mean(row.seconds) for row in summary.rows], min)
-        | _bold(2, [mean(row.step_ms) for row in summary.rows], min),
+        bold=_bold(1, summary.rows, lambda row: mean(row.seconds), min)
+        | _bold(2, summary.rows, lambda row: mean(row.step_ms), min),
         notes=time_notes(summary),
     )
 
@@ -114,10 +113,11 @@ def accuracies(summaries: Sequence[TaskSummary], paper: Paper | None = None) -> 
     rows: list[tuple[str, ...]] = []
     bold: set[tuple[int, int]] = set()
     for summary in summaries:
-        own = {row.group.optimizer: row.final_accuracy for row in summary.best_of_optimizers}
+        own = {row.group.optimizer: row for row in summary.best_of_optimizers}
         found = [own.get(optimizer) for optimizer in optimizers]
-        bold |= {(len(rows), 1 + place) for place in best_places(list(map(mean, found)), max)}
-        rows.append((summary.task.title, *map(accuracy, found)))
+        means = [mean(row.final_accuracy) if row and row.group.finished else None for row in found]
+        bold |= {(len(rows), 1 + place) for place in best_places(means, max)}
+        rows.append((summary.task.title, *(accuracy(row.final_accuracy) if row else NOTHING for row in found)))
         numbers = [paper.get((summary.task.data, summary.task.model, o), "") for o in optimizers]
         if any(numbers):
             rows.append((f"{summary.task.title}, in the paper", *(number or NOTHING for number in numbers)))
@@ -128,7 +128,10 @@ def accuracies(summaries: Sequence[TaskSummary], paper: Paper | None = None) -> 
         header=("data and model", *map(display, optimizers)),
         rows=tuple(rows),
         bold=frozenset(bold),
-        notes=("Mean ± sample standard deviation over seeds.", *([chosen] if several else [])),
+        notes=(
+            f"Mean ± sample standard deviation over seeds. Bold: the best mean {COMPARABLE}.",
+            *([chosen] if several else []),
+        ),
     )
 
 
@@ -163,8 +166,10 @@ def numbers(summaries: Sequence[TaskSummary]) -> Table:
 
 
 def _bold(
-    column: int, values: Sequence[float | None], choose: Callable[[Iterable[float]], float]
+    column: int, rows: Sequence[GroupSummary], get: Measure, choose: Callable[[Iterable[float]], float]
 ) -> frozenset[tuple[int, int]]:
+    """The best of a column, of groups all of whose runs finished."""
+    values = [get(row) if row.group.finished else None for row in rows]
     return frozenset((place, column) for place in best_places(values, choose))
 
 
@@ -172,6 +177,6 @@ def _raw(value: float | None) -> str:
     return "" if value is None or math.isnan(value) else repr(value)
 
 
-def _shares(row: GroupSummary, parts: Sequence[str]) -> list[float]:
+def _shares(row: GroupSummary) -> list[float]:
     whole = math.fsum(row.parts_ms.values()) or 1.0
-    return [row.parts_ms[part] / whole for part in parts]
+    return [row.parts_ms[part] / whole for part in PARTS]

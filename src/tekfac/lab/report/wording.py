@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 
 from tekfac.lab.report.cells import count, duration, in_percent, median_of_all, reached
 from tekfac.lab.report.grouping import differing, plain
@@ -11,6 +12,10 @@ from tekfac.lab.report.names import display
 from tekfac.lab.report.summary import GroupSummary, TaskSummary
 
 Measure = Callable[[GroupSummary], float | None]
+COMPARABLE = "among the settings all of whose runs finished"
+ONLY_FOR_STEPS = ("decay_every", "decay_factor")
+MOST_NAMES = 3
+WITHIN = "within the deviation over seeds"
 
 
 def lead(summaries: Sequence[TaskSummary]) -> str:
@@ -30,23 +35,33 @@ def lead(summaries: Sequence[TaskSummary]) -> str:
 
 
 def highlights(summary: TaskSummary) -> list[tuple[str, str, str]]:
-    """The best of a task, each as (what, which, how much); what every seed reached is counted alone."""
+    """The best of a task whose runs all finished, each as (what, which, how much); all that tie are named.
+
+    What every seed reached is counted alone.
+    """
     percent = f"{100 * summary.target:g}%"
-    best = summary.ranked[:1]
-    found = [("Best final test accuracy", row.group.label, in_percent(row.final_accuracy)) for row in best]
-    epochs = _fastest(summary.rows, lambda row: median_of_all(row.epochs_to_target))
+    finished = [row for row in summary.rows if row.group.finished]
+    found = []
+    if any(row.group.finished for row in summary.ranked):
+        best, others = _winners(summary)
+        much = _shared(best)
+        if len(best) == 1 and others and _close(best[0], others[0]):
+            much += f"; {others[0].group.label} is {WITHIN}"
+        found.append(("Best final test accuracy", _names(best), much))
+    epochs = _fastest(finished, lambda row: median_of_all(row.epochs_to_target))
     if epochs:
         found.append((f"Fewest epochs to {percent}", epochs[0], count(epochs[1])))
-    seconds = _fastest(summary.rows, lambda row: median_of_all(row.seconds_to_target))
+    seconds = _fastest(finished, lambda row: median_of_all(row.seconds_to_target))
     if seconds:
         found.append((f"Least time to {percent}", seconds[0], f"{duration(seconds[1])} s"))
     return found
 
 
 def setup(summary: TaskSummary) -> str:
-    """What all runs of a task have in common, as the configuration names it."""
+    """What all runs of a task have in common, as the configuration names it, as far as it does something."""
     own = summary.task.settings
-    said = [name for name in own if name not in ("data", "model") and own[name] not in (None, "", False)]
+    idle = ("data", "model", *(ONLY_FOR_STEPS if own.get("schedule") != "step" else ()))
+    said = [name for name in own if name not in idle and own[name] not in (None, "", False)]
     return " · ".join(f"{name} {plain(own[name])}" for name in said)
 
 
@@ -54,7 +69,8 @@ def comparison_notes(summary: TaskSummary) -> tuple[str, ...]:
     """Under the table of accuracies."""
     notes = [
         "Mean ± sample standard deviation over runs with different seeds. Bold: the best mean, or the lowest "
-        "median where every run got there. A run that diverged or is unfinished counts with its last epoch.",
+        f"median where every run got there, {COMPARABLE}. A run that diverged or is unfinished counts with its "
+        "last epoch.",
         f"The target of {100 * summary.target:g}% is {summary.target_rule}. It is reached at the first epoch "
         "with that test accuracy: median over the runs that did, and how many these are if not all.",
     ]
@@ -63,7 +79,10 @@ def comparison_notes(summary: TaskSummary) -> tuple[str, ...]:
 
 def time_notes(summary: TaskSummary) -> tuple[str, ...]:
     """Under the table of times."""
-    notes = ["Training alone: evaluation is not counted. Shares are of the time per step."]
+    notes = [
+        "Training alone: evaluation is not counted. Shares are of the time per step. "
+        f"Bold: the lowest mean {COMPARABLE}."
+    ]
     places = {
         (str(run.provenance.get("machine")), str(run.config.get("device")), str(run.config.get("threads")))
         for row in summary.rows
@@ -83,10 +102,15 @@ def alternative(summary: TaskSummary) -> str:
 
 
 def _wins(summaries: Sequence[TaskSummary]) -> str:
-    """On how many tasks each optimizer is best."""
-    wins = Counter(summary.ranked[0].group.optimizer for summary in summaries if summary.ranked)
+    """On how many tasks each optimizer is best, alone or with others, and on how many that is not certain."""
+    found = [_winners(summary) for summary in summaries if any(row.group.finished for row in summary.ranked)]
+    if not found:
+        return "On none of them a setting has finished all of its runs."
+    wins = Counter(name for best, _ in found for name in dict.fromkeys(row.group.optimizer for row in best))
     said = [f"{display(optimizer)} on {number}" for optimizer, number in wins.most_common()]
-    return f"Best mean final test accuracy: {', '.join(said)}."
+    close = sum(len(best) > 1 or any(_close(best[0], other) for other in others[:1]) for best, others in found)
+    doubt = f"; on {close} of the tasks the difference to the next is none or {WITHIN}" if close else ""
+    return f"Best mean final test accuracy: {', '.join(said)}{doubt}."
 
 
 def _word(number: int) -> str:
@@ -96,24 +120,69 @@ def _word(number: int) -> str:
 
 
 def _best(summary: TaskSummary, named: bool) -> str:
-    """The winner of a task, the one after it, and how soon it reached the target."""
+    """The winner of a task, the one after it, and how soon it reached the target; or all that are best."""
     if not summary.ranked:
         return f"On {summary.task.title} no run has finished an epoch."
-    winner, *others = summary.ranked
-    text = f"{winner.group.label} has the best mean final test accuracy, {in_percent(winner.final_accuracy)}"
-    if not others:
-        text = f"{winner.group.label} ends with a test accuracy of {in_percent(winner.final_accuracy)}"
-    if others:
-        text += f", before {others[0].group.label} with {in_percent(others[0].final_accuracy)}"
-    if not named and winner.epochs_to_target.median is not None:
+    best, others = _winners(summary)
+    winner, much = best[0], _shared(best)
+    passed_over = winner.group.finished and not summary.ranked[0].group.finished
+    what = "the best mean final test accuracy" + (f" {COMPARABLE}" if passed_over else "")
+    if len(best) > 1:
+        text = f"{_names(best)} share {what}, {much}"
+    elif others or passed_over:
+        text = f"{_names(best)} has {what}, {much}"
+    else:
+        text = f"{_names(best)} ends with a test accuracy of {much}"
+    if len(best) == 1 and others:
+        text += f", before {_names(others[:1])} with {in_percent(others[0].final_accuracy)}"
+        text += f", a difference {WITHIN}" if _close(winner, others[0]) else ""
+    if not named and len(best) == 1 and winner.epochs_to_target.median is not None:
         epochs = reached(winner.epochs_to_target, count)
         text += f"; it reached {100 * summary.target:g}% at epoch {epochs}"
     return f"On {summary.task.title}, {text}." if named else f"{text}."
 
 
+def _winners(summary: TaskSummary) -> tuple[list[GroupSummary], list[GroupSummary]]:
+    """The groups with the best mean final test accuracy, as far as digits are shown, and those after them.
+
+    Groups all of whose runs finished are looked at alone, unless there are none.
+    """
+    ranked = [row for row in summary.ranked if row.group.finished] or summary.ranked
+    best = [row for row in ranked if _without_deviation(row) == _without_deviation(ranked[0])]
+    return best, ranked[len(best) :]
+
+
+def _without_deviation(row: GroupSummary) -> str:
+    found = row.final_accuracy
+    return in_percent(None if found is None else replace(found, deviation=None))
+
+
+def _shared(best: Sequence[GroupSummary]) -> str:
+    """The final test accuracy of the best; of several what they have in common, the mean."""
+    return in_percent(best[0].final_accuracy) if len(best) == 1 else _without_deviation(best[0])
+
+
+def _close(first: GroupSummary, second: GroupSummary) -> bool:
+    """Whether two mean final test accuracies differ by less than the larger deviation, where both have one."""
+    one, other = first.final_accuracy, second.final_accuracy
+    if one is None or other is None or one.deviation is None or other.deviation is None:
+        return False
+    return abs(one.mean - other.mean) < max(one.deviation, other.deviation)
+
+
+def _names(rows: Sequence[GroupSummary]) -> str:
+    """Their labels, with what became of runs that did not finish; or how many they are."""
+    if len(rows) > MOST_NAMES:
+        return f"{len(rows)} settings"
+    groups = [row.group for row in rows]
+    return ", ".join(group.label if group.finished else f"{group.label} ({group.status})" for group in groups)
+
+
 def _fastest(rows: Iterable[GroupSummary], get: Measure) -> tuple[str, float] | None:
-    known = [(row.group.label, value) for row in rows if (value := get(row)) is not None]
-    return min(known, key=lambda pair: pair[1], default=None)
+    """The groups with the smallest number, and the number."""
+    known = [(row, value) for row in rows if (value := get(row)) is not None]
+    least = min((value for _, value in known), default=None)
+    return None if least is None else (_names([row for row, value in known if value == least]), least)
 
 
 def _settings(rows: Sequence[GroupSummary]) -> str:

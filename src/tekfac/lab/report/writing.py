@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -13,7 +12,7 @@ from tekfac.lab.report import figures, tables
 from tekfac.lab.report.details import origins
 from tekfac.lab.report.drawing import Drawing, save, settle
 from tekfac.lab.report.page import Part, page
-from tekfac.lab.report.rendering import Table, to_csv, to_latex, to_markdown
+from tekfac.lab.report.rendering import Table, slug, to_csv, to_latex, to_markdown
 from tekfac.lab.report.runs import Run
 from tekfac.lab.report.sensitivity import swept
 from tekfac.lab.report.summary import TaskSummary, summarise
@@ -82,7 +81,14 @@ def _markdown(title: str, remarks: Sequence[str], made: Sequence[Table], facts: 
 
 
 def _task_part(summary: TaskSummary, name: str) -> Part:
-    """The tables and figures of one task."""
+    """The tables and figures of one task; without any epoch there is nothing to draw."""
+    drawings = _drawings(summary) if any(row.seconds for row in summary.rows) else []
+    own = [replace(drawing, name=f"{name}-{slug(drawing.name)}") for drawing in drawings]
+    return Part(summary.task.title, [tables.comparison(summary), tables.times(summary)], own, summary)
+
+
+def _drawings(summary: TaskSummary) -> list[Drawing]:
+    """The figures of one task."""
     who = (
         "all settings"
         if len(figures.shown(summary)) == len(summary.rows)
@@ -91,8 +97,8 @@ def _task_part(summary: TaskSummary, name: str) -> Part:
     drawings = [
         Drawing(
             "curves",
-            f"Test accuracy and training loss against epochs and training time, {who}: means over seeds, "
-            "bands of one standard deviation. "
+            f"Test accuracy and training loss against epochs and training time, {who}: means over the seeds "
+            "that got there, bands of one standard deviation; every epoch stands at its mean time. "
             f"Dotted: the target of {100 * summary.target:g}%; a cross: a run that diverged.",
             f"Learning curves of {summary.task.title}. Final test accuracy: {alternative(summary)}",
             figures.curves(summary),
@@ -104,24 +110,23 @@ def _task_part(summary: TaskSummary, name: str) -> Part:
             figures.time_shares(summary),
         ),
     ]
-    if figures.has_curvature(summary):
+    measured = len(figures.with_curvature(summary))
+    if measured:
+        which = (
+            "each setting"
+            if measured <= figures.MOST_RUNS
+            else f"each of the first {figures.MOST_RUNS} settings"
+        )
         drawings.append(
             Drawing(
                 "curvature",
                 "Trace, condition number and damping of every layer along training, from the first layer "
-                "(dark) to the last (light); one run of each setting.",
+                f"(dark) to the last (light); one run of {which} that recorded them, with its first seed.",
                 f"Curvature of the layers of {summary.task.title} along training",
                 figures.curvature(summary),
             )
         )
-    drawings += swept(summary)
-    own = [replace(drawing, name=f"{name}-{slug(drawing.name)}") for drawing in drawings]
-    return Part(summary.task.title, [tables.comparison(summary), tables.times(summary)], own, summary)
-
-
-def slug(text: str) -> str:
-    """Letters that are safe in the name of a file."""
-    return re.sub(r"[^a-z0-9.]+", "-", text.lower()).strip("-.") or "task"
+    return drawings + swept(summary)
 
 
 def _names(summaries: Sequence[TaskSummary]) -> list[str]:
