@@ -146,8 +146,8 @@ def test_a_comparison_is_a_table_and_a_page(
     assert "SGDM" in out
     assert "c/report.html" in out
     written = {path.name for path in Path("c").iterdir()}
-    assert written >= {"report.html", "tables.md", "tables.tex", "summary.csv", "figures", "runs"}
-    told = Path("c/tables.md").read_text()
+    assert written >= {"report.html", "report.md", "tables.tex", "summary.csv", "figures", "runs"}
+    told = Path("c/report.md").read_text()
     assert "SGDM: lr 0.5" in told
     assert "tekfac compare" in told
     assert "seeds: 0, 1" in told
@@ -216,7 +216,7 @@ def test_the_table_of_accuracies_has_the_papers_numbers_beside(
     final = [c for c in in_process if not c.held_back]
     assert (len(tuning), len(final)) == (2 * 2 * 5, 4)
     assert {c.epochs for c in tuning} == {1}
-    told = Path("p/small/table-accuracy/tables.md").read_text()
+    told = Path("p/small/table-accuracy/report.md").read_text()
     assert "93.35 ± 0.17" in told
     assert "94.98 ± 0.09" in told
     assert "Ours in small" in told
@@ -238,7 +238,7 @@ def test_the_tables_of_sensitivity_have_a_row_of_ours_and_one_of_the_paper(
 ) -> None:
     assert main(["reproduce", name, "--seeds", "2", "--out", "p"]) == 0
     assert len(in_process) == 2 * runs
-    told = Path(f"p/small/{name}/tables.md").read_text()
+    told = Path(f"p/small/{name}/report.md").read_text()
     assert "| ours |" in told
     assert printed in told
 

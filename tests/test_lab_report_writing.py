@@ -81,7 +81,7 @@ def test_everything_that_was_promised_is_written_and_nothing_else(report: Path) 
     assert sorted(names) == sorted(
         path.relative_to(out).as_posix() for path in out.rglob("*") if path.is_file()
     )
-    assert names[:4] == ["report.html", "tables.md", "tables.tex", "summary.csv"]
+    assert names[:4] == ["report.html", "report.md", "tables.tex", "summary.csv"]
     kinds = ["digits-b-net-curves", "digits-b-net-time", "digits-b-net-curvature"]
     assert names[4:] == [f"figures/{kind}.{ending}" for kind in kinds for ending in ("png", "svg", "pdf")]
 
@@ -137,7 +137,10 @@ def test_the_page_says_what_was_best_and_where_it_comes_from(text: str, report: 
 
 def test_tables_and_numbers_are_beside_it(report: Path) -> None:
     out = report / "out"
-    assert (out / "tables.md").read_text().count("\n| --- |") == 4
+    told = (out / "report.md").read_text()
+    assert told.count("\n| --- |") == 4
+    drawn = re.findall(r"^!\[[^]]+\]\(([^)]+)\)$", told, flags=re.MULTILINE)
+    assert sorted(drawn) == sorted(f"figures/{path.name}" for path in (out / "figures").glob("*.png"))
     assert (out / "tables.tex").read_text().count(r"\begin{tabular}") == 4
     with (out / "summary.csv").open() as file:
         rows = list(csv.DictReader(file))

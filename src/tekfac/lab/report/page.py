@@ -67,7 +67,7 @@ def page(
         f'<nav aria-label="Parts of this page"><ul>{entries}</ul></nav>\n</header>\n<main>\n'
         f"{sections}{runs_section(summaries)}{provenance_section(runs)}{rerun_section(runs, command)}"
         "</main>\n<footer>Made by tekfac from the files of the runs; the same runs make the same page. Tables "
-        "are also in tables.md and tables.tex, all numbers in summary.csv, figures in figures/.</footer>\n"
+        "are also in report.md and tables.tex, all numbers in summary.csv, figures in figures/.</footer>\n"
         "</body>\n</html>\n"
     )
 

@@ -30,7 +30,7 @@ def write_report(
     notes: Sequence[str] = (),
     command: str | None = None,
 ) -> list[str]:
-    """Write report.html, tables.md, tables.tex, summary.csv and figures/; other files in the folder stay.
+    """Write report.html, report.md, tables.tex, summary.csv and figures/; other files in the folder stay.
 
     Args:
         runs: what is reported, see `find_runs`.
@@ -63,7 +63,7 @@ def write_report(
     facts = {"command": f"`{again}`", **origins(runs)}
     texts = {
         "report.html": page(title, summaries, parts, runs=runs, command=again, notes=notes),
-        "tables.md": _markdown(title, [lead(summaries), *notes], made, facts),
+        "report.md": _markdown(title, [lead(summaries), *notes], parts, facts),
         "tables.tex": "% needs \\usepackage{booktabs}\n\n" + "\n".join(map(to_latex, made)),
         "summary.csv": to_csv(tables.numbers(summaries)),
     }
@@ -73,11 +73,16 @@ def write_report(
     return [*texts, *written]
 
 
-def _markdown(title: str, remarks: Sequence[str], made: Sequence[Table], facts: Mapping[str, str]) -> str:
-    """All tables, what is to be known before, and where they come from."""
+def _markdown(title: str, remarks: Sequence[str], parts: Sequence[Part], facts: Mapping[str, str]) -> str:
+    """All tables and figures, what is to be known before, and where they come from."""
+    shown = []
+    for part in parts:
+        shown += [to_markdown(table).rstrip() for table in part.tables]
+        for drawing in part.drawings:
+            words = drawing.alternative.replace("[", "(").replace("]", ")")
+            shown += [f"![{words}](figures/{drawing.name}.png)", drawing.caption]
     listed = "\n".join(f"- {name}: {value}" for name, value in facts.items())
-    shown = "\n".join(map(to_markdown, made))
-    return "\n\n".join([f"# {title}", *remarks, shown, f"## Where this comes from\n\n{listed}\n"])
+    return "\n\n".join([f"# {title}", *remarks, *shown, "## Where this comes from", f"{listed}\n"])
 
 
 def _task_part(summary: TaskSummary, name: str) -> Part:
