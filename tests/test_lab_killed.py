@@ -71,13 +71,16 @@ def accuracies(folder: Path) -> list[float]:
     return [json.loads(line)["test_accuracy"] for line in (folder / "epochs.jsonl").read_text().splitlines()]
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
-def test_training_goes_on_after_a_signal(tmp_path: Path, number: signal.Signals) -> None:
-    train = ["train", *TASK, "--optimizer", "tekfac", "--epochs", "20", "--checkpoint-every", "0"]
+@pytest.mark.parametrize(
+    ("number", "seconds"),
+    [(signal.SIGKILL, "0"), (signal.SIGKILL, "0.3"), (signal.SIGTERM, "0"), (signal.SIGINT, "0")],
+)
+def test_training_goes_on_after_a_signal(tmp_path: Path, number: signal.Signals, seconds: str) -> None:
+    train = ["train", *TASK, "--optimizer", "tekfac", "--epochs", "20", "--checkpoint-every", seconds]
     run(*train, "--out", "whole", folder=tmp_path)
     process = tekfac(*train, "--out", "cut", folder=tmp_path)
-    log = tmp_path / "cut" / "epochs.jsonl"
-    wait_for(lambda: log.exists() and len(log.read_bytes().splitlines()) >= 3, process)
+    log, saved = tmp_path / "cut" / "epochs.jsonl", tmp_path / "cut" / "checkpoint.pt"
+    wait_for(lambda: saved.exists() and log.exists() and len(log.read_bytes().splitlines()) >= 3, process)
     process.send_signal(number)
     _, err = process.communicate(timeout=60)
     assert process.returncode == (-number if number == signal.SIGKILL else 128 + number)
@@ -85,7 +88,7 @@ def test_training_goes_on_after_a_signal(tmp_path: Path, number: signal.Signals)
         assert "stopped and saved at step" in err
         assert "--resume cut" in err
         assert "Traceback" not in err
-    assert (tmp_path / "cut" / "checkpoint.pt").exists()
+    assert saved.exists()
     assert not (tmp_path / "cut" / "result.json").exists()
     run("train", "--resume", "cut", folder=tmp_path)
     assert_equal_weights(tmp_path / "whole", tmp_path / "cut")

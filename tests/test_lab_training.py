@@ -403,8 +403,12 @@ def test_what_the_library_has_to_say_goes_to_the_run(tmp_path: Path) -> None:
     assert "not finite" in (tmp_path / "messages.log").read_text()
 
 
-def test_tensorboard_gets_the_same_numbers(tmp_path: Path) -> None:
-    train(config_of("tekfac"), tmp_path, tensorboard=True)
+@pytest.mark.parametrize("stopped_at", [None, 8])
+def test_tensorboard_gets_the_same_numbers(tmp_path: Path, stopped_at: int | None) -> None:
+    if stopped_at is not None:
+        with pytest.raises(Interrupted):
+            train(config_of("tekfac"), tmp_path, tensorboard=True, watch=interrupted_at(stopped_at))
+    train(config_of("tekfac"), tmp_path, tensorboard=True, resume=True)
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     events = EventAccumulator(str(tmp_path / "tensorboard"))

@@ -29,8 +29,8 @@ Run the paper's experiments and put its numbers beside ours.
   figure-sensitivity  accuracy over learning rate and vartheta
   all
 
-The scale "paper" is the real thing, for a GPU and days; "small" is the same code on a reduced budget: two CPU
-cores finish table-accuracy in under an hour. In the small scale every optimizer first gets the best of five
+The scale "paper" is the real thing, for a GPU and days; "small" is the same code on a reduced budget, which two
+CPU cores finish within an hour. In the small scale every optimizer first gets the best of five
 settings (--no-tune leaves that out). What was interrupted goes on when the same command is given again.
 """
 
