@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tekfac import TEKFAC, fisher
+from tekfac.lab import optimizers
+from tekfac.lab.config import RunConfig
+from tekfac.lab.grids import Sweep
 from tekfac.settings import DESCRIPTIONS
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -28,8 +32,8 @@ class Model(nn.Module):
         return out
 
 
-def blocks(page: str) -> list[str]:
-    return re.findall(r"^```python\n(.*?)^```", (ROOT / page).read_text(), flags=re.DOTALL | re.MULTILINE)
+def blocks(page: str, language: str = "python") -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```", (ROOT / page).read_text(), flags=re.DOTALL | re.MULTILINE)
 
 
 def surroundings(**more: Any) -> dict[str, Any]:
@@ -60,6 +64,22 @@ def test_the_python_blocks_of_a_page_run_one_after_the_other(page: str, count: i
         exec(code, names)
     assert isinstance(names["optimizer"], TEKFAC)
     assert isinstance(names["blocks"], fisher.BlockDiagonal)
+
+
+def test_the_settings_in_the_guide_to_the_lab_are_valid() -> None:
+    found = [tomllib.loads(code) for code in blocks("docs/lab.md", "toml")]
+    sweeps = [plain for plain in found if "grid" in plain or "search" in plain]
+    runs = [plain for plain in found if plain not in sweeps]
+    assert [RunConfig.from_plain(plain).optimizer for plain in runs] == ["tekfac"]
+    assert [len(Sweep.from_plain(plain, "here").points) for plain in sweeps] == [11, 0]
+
+
+def test_the_sweep_among_the_examples_has_settings_that_every_method_takes() -> None:
+    plan = Sweep.from_plain(tomllib.loads((ROOT / "examples" / "damping.toml").read_text()), "here")
+    assert len(plan.points) == 16
+    for point in plan.points:
+        (config,) = plan.configs(point)
+        optimizers.build(config.optimizer, Model(), lr=config.lr, options=config.options)
 
 
 def test_every_link_between_pages_leads_somewhere() -> None:
