@@ -19,7 +19,6 @@ from torch.optim import Optimizer
 from tekfac.lab import models, optimizers
 from tekfac.lab.clock import Clock
 from tekfac.lab.config import OF_DATA, RunConfig
-from tekfac.lab.data.batches import Batches
 from tekfac.lab.data.images import DataSet
 from tekfac.lab.devices import choose, random_states, set_random_states
 from tekfac.lab.events import Events
@@ -28,6 +27,7 @@ from tekfac.lab.inputs import Inputs, prepare, read
 from tekfac.lab.interruption import Interrupted, Interruption
 from tekfac.lab.provenance import provenance
 from tekfac.lab.run_folder import RunFolder
+from tekfac.lab.scores import Sums, evaluate
 from tekfac.natural_gradient import NaturalGradient
 
 CHECKPOINT_SECONDS = 120.0
@@ -188,7 +188,7 @@ class _Training:
         self.base_rates = [group["lr"] for group in self.optimizer.param_groups]
         self.clock = Clock(self.device, self.optimizer)
         self.epoch = self.batch = 0
-        self.sums = _Sums(self.device)
+        self.sums = Sums(self.device)
         self.accuracies: list[float] = []
         self.checkpoint_seconds = checkpoint_seconds
         self.events = Events(folder.path) if tensorboard else None
@@ -259,7 +259,7 @@ class _Training:
         test = evaluate(self.model, self.inputs.test, self.device)
         train_loss, train_accuracy = self.sums.means()
         step, lr = self.step, self.optimizer.param_groups[0]["lr"]
-        self.epoch, self.batch, self.sums = self.epoch + 1, 0, _Sums(self.device)
+        self.epoch, self.batch, self.sums = self.epoch + 1, 0, Sums(self.device)
         self.accuracies.append(test.accuracy)
         skipped = self.optimizer.skipped_steps if isinstance(self.optimizer, NaturalGradient) else 0
         row = {
@@ -358,54 +358,6 @@ class _Training:
             self.accuracies = state["accuracies"]
             self.clock.seconds = state["seconds"]
             set_random_states(state["generators"], self.device)
-
-
-class _Sums:
-    """Loss and right answers of an epoch, added up on the device: reading them waits for it."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._loss = torch.zeros(
-            (), dtype=torch.float32 if device.type == "mps" else torch.float64, device=device
-        )
-        self._right = torch.zeros((), dtype=torch.int64, device=device)
-        self._count = 0
-
-    def add(self, loss: Tensor, outputs: Tensor, labels: Tensor) -> None:
-        """Of a batch: its mean loss [], outputs [N, C] and labels [N]."""
-        self._loss += loss.to(self._loss.dtype) * len(labels)
-        self._right += (outputs.argmax(1) == labels).sum()
-        self._count += len(labels)
-
-    def means(self) -> tuple[float, float]:
-        """Mean loss and share of right answers."""
-        return float(self._loss) / self._count, int(self._right) / self._count
-
-    def state(self) -> dict[str, Any]:
-        return {"loss": self._loss, "right": self._right, "count": self._count}
-
-    def load(self, state: Mapping[str, Any]) -> None:
-        self._loss = state["loss"].to(self._loss.device)
-        self._right = state["right"].to(self._right.device)
-        self._count = state["count"]
-
-
-@dataclass(frozen=True)
-class Evaluation:
-    """Mean loss and share of right answers on a set of images."""
-
-    loss: float
-    accuracy: float
-
-
-def evaluate(model: nn.Module, batches: Batches, device: torch.device) -> Evaluation:
-    """Loss and accuracy in eval mode."""
-    model.eval()
-    sums = _Sums(device)
-    with torch.no_grad():
-        for inputs, labels in batches.epoch(0):
-            outputs = model(inputs)
-            sums.add(F.cross_entropy(outputs, labels), outputs, labels)
-    return Evaluation(*sums.means())
 
 
 def _require_same(run: RunFolder, config: RunConfig, resume: bool) -> RunConfig:

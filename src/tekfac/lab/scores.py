@@ -1,0 +1,63 @@
+"""Loss and accuracy: of the batches of an epoch as they come, and of a whole set of images."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from tekfac.lab.data.batches import Batches
+
+
+class Sums:
+    """Loss and right answers of an epoch, added up on the device: reading them waits for it."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._loss = torch.zeros(
+            (), dtype=torch.float32 if device.type == "mps" else torch.float64, device=device
+        )
+        self._right = torch.zeros((), dtype=torch.int64, device=device)
+        self._count = 0
+
+    def add(self, loss: Tensor, outputs: Tensor, labels: Tensor) -> None:
+        """Of a batch: its mean loss [], outputs [N, C] and labels [N]."""
+        self._loss += loss.to(self._loss.dtype) * len(labels)
+        self._right += (outputs.argmax(1) == labels).sum()
+        self._count += len(labels)
+
+    def means(self) -> tuple[float, float]:
+        """Mean loss and share of right answers."""
+        return float(self._loss) / self._count, int(self._right) / self._count
+
+    def state(self) -> dict[str, Any]:
+        """For a checkpoint."""
+        return {"loss": self._loss, "right": self._right, "count": self._count}
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        """Go on from a checkpoint's."""
+        self._loss = state["loss"].to(self._loss.device)
+        self._right = state["right"].to(self._right.device)
+        self._count = state["count"]
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """Mean loss and share of right answers on a set of images."""
+
+    loss: float
+    accuracy: float
+
+
+def evaluate(model: nn.Module, batches: Batches, device: torch.device) -> Evaluation:
+    """Loss and accuracy in eval mode."""
+    model.eval()
+    sums = Sums(device)
+    with torch.no_grad():
+        for inputs, labels in batches.epoch(0):
+            outputs = model(inputs)
+            sums.add(F.cross_entropy(outputs, labels), outputs, labels)
+    return Evaluation(*sums.means())
