@@ -18,6 +18,7 @@ from typing import Any
 from tekfac.extras import require
 from tekfac.lab.files import exclusive
 from tekfac.lab.grids import Point, Range, Search, Sweep
+from tekfac.lab.processes import is_running
 from tekfac.lab.run_folder import run_folder
 
 POINT, OWNER, ALIVE, DIVERGED = "point", "owner", "alive", "diverged"
@@ -214,22 +215,10 @@ class SharedStudy:
             return silence > OWNED_WITHIN
         host, _, process = str(owner).rpartition(":")
         if host == socket.gethostname():
-            return silence > STALE_AFTER or not _is_alive(int(process))
+            is_own = int(process) == os.getpid()  # an earlier one's: this process is not at work on any now
+            return is_own or not is_running(int(process)) or silence > STALE_AFTER
         looks_old = time.time() - float(sign) > STALE_AFTER
         return silence > (2 * ALIVE_EVERY if looks_old else STALE_AFTER)
-
-
-def _is_alive(process: int) -> bool:
-    """Whether another process of this machine has that number; trials of this one are not asked about."""
-    if process == os.getpid():
-        return False
-    try:
-        os.kill(process, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        return True
-    return process > 0
 
 
 def _told(plan: Sweep) -> dict[str, Any]:

@@ -12,6 +12,7 @@ import zlib
 from pathlib import Path, PurePosixPath
 
 from tekfac.lab.data.catalogue import File, Layout
+from tekfac.lab.processes import is_running
 
 TOO_LARGE = 4
 """A file of more times its official size is not what its name says."""
@@ -51,19 +52,8 @@ def _remove_abandoned(layout: Layout, folder: Path) -> None:
     pattern = re.compile(rf"\.{re.escape(layout.folder)}\.([1-9][0-9]{{0,8}})\.unfinished")
     for path in folder.iterdir():
         match = pattern.fullmatch(path.name)
-        if match and not _runs(int(match[1])):
+        if match and not is_running(int(match[1])):
             shutil.rmtree(path, ignore_errors=True)
-
-
-def _runs(process: int) -> bool:
-    """Whether there is a process of a number on this machine; where that cannot be asked, there may be."""
-    if process == os.getpid() or os.name != "posix":
-        return True
-    try:
-        os.kill(process, 0)
-    except OSError as error:
-        return not isinstance(error, ProcessLookupError)
-    return True
 
 
 def _write_members(archive: Path, layout: Layout, into: Path) -> None:
