@@ -57,8 +57,8 @@ def test_fewer_images_are_refused_unless_allowed_and_then_noted(
     with pytest.raises(ValueError, match=message):
         load(known.name, tmp_path)
     assert load(known.name, tmp_path, allow_partial=True).notes == (
-        f"{train} of the official {known.counts[0]:,} training images",
-        f"{test} of the official {known.counts[1]:,} test images",
+        f"{train} of the official {known.counts[0]:,} training images of {known.name}",
+        f"{test} of the official {known.counts[1]:,} test images of {known.name}",
     )
 
 

@@ -30,7 +30,7 @@ def read_official(place: Place, *, allow_partial: bool = False) -> DataSet:
             )
         for have, of, what in zip(found, official, ("training", "test"), strict=True):
             if have != of:
-                notes += (f"{have:,} of the official {of:,} {what} images",)
+                notes += (f"{have:,} of the official {of:,} {what} images of {known.name}",)
     classes = read_classes(place)
     return DataSet(known.name, train, test, classes, known.mean, known.std, known.augmented, notes)
 
