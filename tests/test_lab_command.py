@@ -180,6 +180,7 @@ def test_a_sweep_is_followed_by_a_comparison_of_its_best(
     assert main(["compare", "--tuned", "s", "--seeds", "1", "--out", "c"]) == 0
     assert {c.optimizer: c.lr for c in in_process} == {name: point["lr"] for name, point in best.items()}
     assert {(c.held_back, c.train_samples, c.model) for c in in_process} == {(0, 128, "mlp")}
+    assert "that did best in `tekfac sweep --grid small" in Path("c/report.md").read_text()
 
 
 # -- reproduce -----------------------------------------------------------------------------------------------

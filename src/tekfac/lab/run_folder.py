@@ -54,6 +54,10 @@ class RunFolder:
         """What the run in it was computed from (see identity.py)."""
         return dict(self._saved().get("identity", {}))
 
+    def command(self) -> str:
+        """What the user typed that began the run in it."""
+        return str(self._saved().get("provenance", {}).get("command", ""))
+
     def _saved(self) -> dict[str, Any]:
         """The content of run.json.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from tekfac.lab.console import require_reports
 from tekfac.lab.grids import Point
 from tekfac.lab.optimizers import COMPARED, FACTORIES
 from tekfac.lab.presenting import present
+from tekfac.lab.run_folder import RunFolder
 from tekfac.lab.study import Trial
 from tekfac.lab.sweeping import best, read_base, read_trials
 
@@ -83,6 +85,7 @@ def run(options: argparse.Namespace) -> None:
         title=f"{len(names)} optimizers on {base.data} with {base.model}",
         target=options.target,
         command=options.command_line,
+        notes=_origin(tuned, changed=bool(options.lr or options.option)),
     )
 
 
@@ -93,8 +96,16 @@ def _base(options: argparse.Namespace) -> RunConfig:
     return arguments.over(read_base(options.tuned), options)
 
 
+def _origin(tuned: Mapping[str, Trial], *, changed: bool) -> list[str]:
+    """Where tuned settings come from: the command that tried them, if its runs are still there."""
+    begun = [RunFolder(trial.folders[0]) for trial in tuned.values()]
+    commands = dict.fromkeys(run.command() for run in begun if run.has_progress)
+    but = ", but for --lr and --option" if changed else ""
+    return [f"Every optimizer has the settings that did best in `{command}`{but}." for command in commands]
+
+
 def _points(
-    options: argparse.Namespace, base: RunConfig, names: list[str], tuned: dict[str, Trial]
+    options: argparse.Namespace, base: RunConfig, names: list[str], tuned: Mapping[str, Trial]
 ) -> list[Point]:
     rates = arguments.by_optimizer(options.lr, names, "--lr")
     settings = arguments.by_optimizer(options.option, names, "--option")
