@@ -17,7 +17,9 @@ EXTRAS_OF = {
     "tensorboard": ("lab",),
     "PIL": ("lab",),
 }
-"""The extras of tekfac that bring each package: `fisher` for tekfac.fisher, `lab` for the lab."""
+"""The extras of tekfac that bring each package."""
+
+USE_OF = {"fisher": "tekfac.fisher", "lab": "the lab"}
 
 
 def require(module: str, purpose: str) -> ModuleType:
@@ -32,9 +34,8 @@ def require(module: str, purpose: str) -> ModuleType:
     except ModuleNotFoundError as error:
         if error.name is None or error.name.partition(".")[0] != package:
             raise
-        extras = EXTRAS_OF[package]
+        ways = [f"pip install 'tekfac[{extra}]' (for {USE_OF[extra]})" for extra in EXTRAS_OF[package]]
         raise ImportError(
-            f"{purpose} needs {package}, which is not installed. It comes with the extra "
-            f"{' or '.join(extras)} of tekfac: pip install 'tekfac[{extras[-1]}]', or, in a clone of it, "
-            f"pip install -e '.[{extras[-1]}]'."
+            f"{purpose} needs {package}, which is not installed. It comes with an extra of tekfac: "
+            f"{' or '.join(ways)}; in a clone of it, write -e '.[...]' instead."
         ) from error
