@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from matplotlib.image import imread
 
-from lab_runs import write_comparison
+from lab_runs import METHODS, write_comparison
 from tekfac.lab.report import find_runs, write_report
 
 BROWSER = shutil.which("chromium") or shutil.which("google-chrome")
@@ -92,6 +92,14 @@ def test_everything_is_laid_out_and_nothing_is_loaded(page: Path, tmp_path: Path
     assert all(wide > 300 and high > 60 for wide, high in sizes["table"] + sizes["svg"])
     assert sum(wide > 50 and high > 20 for wide, high in sizes["line"]) > 20
     assert sizes["loads"] == 0
+
+
+def test_the_table_of_the_paper_fits_on_a_screen(tmp_path: Path) -> None:
+    write_comparison(tmp_path / "runs", epochs=2, seeds=2, data="cifar100", model="resnet20")
+    paper = {("cifar100", "resnet20", name): "54.93 ± 21.24" for name in ("sgdm", "adam", *METHODS)}
+    write_report(find_runs([tmp_path / "runs"]), tmp_path / "out", title="The paper", paper=paper)
+    sizes = measured(tmp_path / "out" / "report.html", tmp_path, 1100)
+    assert max(wide for wide, _ in sizes["table"]) <= max(wide for wide, _ in sizes["svg"]) + 1
 
 
 def test_the_screen_is_not_blank(page: Path, tmp_path: Path) -> None:

@@ -55,7 +55,7 @@ thead th { border-top: 1.5px solid var(--ink); border-bottom: 1px solid var(--in
   font-weight: 500; white-space: normal; vertical-align: bottom; min-width: 4.2rem; }
 tbody tr + tr > * { border-top: 1px solid var(--rule); }
 th:first-child { position: sticky; left: 0; padding-left: .2rem; background: var(--paper); text-align: left;
-  font-weight: 500; }
+  font-weight: 500; min-width: 8.5rem; white-space: normal; }
 tbody tr:hover > * { background: var(--faint); }
 td strong, th strong { color: var(--accent); font-weight: 700; }
 figure { margin: 2rem 0; }
@@ -84,7 +84,7 @@ footer { margin-top: 3.5rem; padding-top: 1rem; border-top: 1px solid var(--rule
   body { font-size: 1rem; }
   .lead { font-size: 1.08rem; }
   th, td { padding: .4rem .55rem; }
-  th:first-child { min-width: 8.5rem; max-width: 42vw; white-space: normal; }
+  th:first-child { max-width: 42vw; }
   figure { overflow-x: auto; }
   figure svg { min-width: 34rem; }
   .facts { grid-template-columns: 1fr; gap: 0; }
