@@ -258,7 +258,8 @@ def test_a_trial_that_was_given_to_another_may_still_end(tmp_path: Path) -> None
     shared.refill(points=True)
     trial = shared.take()
     shared._study.tell(trial.number, state=shared._states.FAIL)
-    shared.finish(trial, 0.5, diverged=False)
+    shared.show_life([trial])
+    shared.finish(trial, 0.5, diverged=True)
     assert shared.num_finished == 0
 
 

@@ -191,3 +191,5 @@ def test_a_step_is_the_dense_solve(
             block = expected_block(method, of_layer, sharing, optimizer.curvature[layer], group)
             solution = oracle.damped_solve(block, damping, gradient[group])
             assert_close(moved[layer][group], solution, solve_rtol(block, damping))
+            vector = moved[layer][group].reshape(-1)
+            assert_close(block @ vector + damping * vector, gradient[group].reshape(-1))

@@ -113,12 +113,7 @@ class Sweep:
 
     def choices(self) -> dict[str, list[Any]]:
         """For each setting of the grids the values that it has anywhere, in order of appearance."""
-        found: dict[str, list[Any]] = {}
-        for point in self.points:
-            for key, value in point.items():
-                if value not in found.setdefault(key, []):
-                    found[key].append(value)
-        return found
+        return values_in(self.points)
 
     @classmethod
     def from_plain(cls, plain: Mapping[str, Any], origin: str) -> Self:
@@ -140,6 +135,16 @@ class Sweep:
             search=_search(plain["search"], origin) if "search" in plain else None,
             seeds=tuple(seeds),
         )
+
+
+def values_in(points: Iterable[Point]) -> dict[str, list[Any]]:
+    """For each setting of some points the values that it has anywhere, in order of appearance."""
+    found: dict[str, list[Any]] = {}
+    for point in points:
+        for key, value in point.items():
+            if value not in found.setdefault(key, []):
+                found[key].append(value)
+    return found
 
 
 def product(grid: Mapping[str, Any]) -> list[Point]:

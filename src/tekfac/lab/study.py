@@ -11,6 +11,7 @@ import os
 import socket
 import time
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -49,6 +50,12 @@ class Trial:
     accuracy: float
     folders: tuple[Path, ...]
     diverged: bool = False
+
+
+def point_of(trial: Any) -> dict[str, Any]:
+    """The settings of a trial of the study."""
+    point: dict[str, Any] = json.loads(trial.user_attrs[POINT])
+    return point
 
 
 class SharedStudy:
@@ -106,7 +113,7 @@ class SharedStudy:
     def finish(self, trial: Any, accuracy: float, diverged: bool) -> None:
         """Note the outcome of a trial, unless another process has given it up meanwhile."""
         if diverged:
-            trial.set_user_attr(DIVERGED, True)
+            self._note(trial, DIVERGED, True)
         self._study.tell(trial, accuracy, skip_if_finished=True)
 
     def give_up(self, trial: Any) -> None:
@@ -116,7 +123,7 @@ class SharedStudy:
     def show_life(self, trials: Iterable[Any]) -> None:
         """Let other processes know that these trials are being worked on."""
         for trial in trials:
-            trial.set_user_attr(ALIVE, time.time())
+            self._note(trial, ALIVE, time.time())
 
     @property
     def num_running(self) -> int:
@@ -132,7 +139,7 @@ class SharedStudy:
         """Every point with an outcome once, the best first, those that diverged last, ties as in the plan."""
         trials = {}
         for trial in self._trials("COMPLETE"):
-            point = json.loads(trial.user_attrs[POINT])
+            point = point_of(trial)
             folders = tuple(run_folder(self._folder, config) for config in self._plan.configs(point))
             whole = {"optimizer": self._plan.base.optimizer, **point}
             diverged = bool(trial.user_attrs.get(DIVERGED))
@@ -184,6 +191,11 @@ class SharedStudy:
             return self._optuna.storages.RDBStorage(url or f"sqlite:///{Path(place).resolve()}")
         except Exception as error:
             raise ValueError(f"Cannot open the study's storage {place!r}: {error}") from error
+
+    def _note(self, trial: Any, name: str, value: Any) -> None:
+        """Note something with a trial, unless another process has given it up meanwhile."""
+        with suppress(self._optuna.exceptions.UpdateFinishedTrialError):
+            trial.set_user_attr(name, value)
 
     def _trials(self, *states: str) -> list[Any]:
         wanted = tuple(self._states[name] for name in states)

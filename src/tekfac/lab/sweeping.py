@@ -6,8 +6,8 @@ from its checkpoint, since the folder of a run is named after its config.
 
 from __future__ import annotations
 
-import json
 import time
+from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
@@ -20,7 +20,7 @@ from tekfac.lab.files import make_folder, read_json, write_json
 from tekfac.lab.grids import Sweep, described
 from tekfac.lab.pool import Job, Manner, Pool, raise_if_over, share
 from tekfac.lab.run_folder import run_folder
-from tekfac.lab.study import ALIVE_EVERY, SharedStudy, Trial
+from tekfac.lab.study import ALIVE_EVERY, SharedStudy, Trial, point_of
 from tekfac.lab.training import check_all
 
 WAIT_SECONDS = 2.0
@@ -113,7 +113,7 @@ def read_base(folder: Path) -> RunConfig:
 
 
 def _work(
-    study: SharedStudy, plan: Sweep, folder: Path, manner: Manner, pool: Pool, advance: Any
+    study: SharedStudy, plan: Sweep, folder: Path, manner: Manner, pool: Pool, advance: Callable[[int], None]
 ) -> list[BaseException]:
     """Keep the pool busy until no trial is left to begin; what went wrong."""
     running: dict[Future[list[dict[str, Any]]], Any] = {}
@@ -122,7 +122,7 @@ def _work(
     while True:
         gives_up = bool(problems) and plan.search is not None  # which would draw new points for ever
         while not gives_up and pool.free and (trial := study.take()) is not None:
-            point = json.loads(trial.user_attrs["point"])
+            point = point_of(trial)
             configs = tuple(share(config, manner.processes) for config in plan.configs(point))
             job = Job(described(point), configs, tuple(run_folder(folder, config) for config in configs))
             running[pool.submit(job)] = trial

@@ -103,7 +103,7 @@ def add_optimizers(parser: argparse.ArgumentParser, default_seeds: str) -> None:
         help=f"of sgd, sgdm, adam, adamw, kfac, ekfac, tkfac, tekfac (default: {','.join(COMPARED)})",
     )
     group.add_argument(
-        "--seeds", metavar="N", help=f"how many, or which: 0,1,2 or 5, (default: {default_seeds})"
+        "--seeds", metavar="N", help=f"how many, or which: 0,1,2, or one as 5, (default: {default_seeds})"
     )
 
 

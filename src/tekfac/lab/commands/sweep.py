@@ -12,7 +12,7 @@ from tekfac.lab import recipes
 from tekfac.lab.commands import arguments
 from tekfac.lab.config import read_plain
 from tekfac.lab.console import output
-from tekfac.lab.grids import Sweep, described
+from tekfac.lab.grids import Sweep, described, values_in
 from tekfac.lab.study import Trial
 from tekfac.lab.sweeping import best, sweep
 
@@ -103,9 +103,5 @@ def _print(trials: list[Trial], folder: Path) -> None:
 
 def _common(trials: list[Trial]) -> dict[str, Any]:
     """The settings, other than those that are always shown, that have one value wherever they occur."""
-    found: dict[str, list[Any]] = {}
-    for trial in trials:
-        for key, value in trial.point.items():
-            if value not in found.setdefault(key, []):
-                found[key].append(value)
+    found = values_in(trial.point for trial in trials)
     return {key: value for key, (value, *others) in found.items() if not others and key not in SHOWN}

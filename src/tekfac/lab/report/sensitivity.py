@@ -26,14 +26,14 @@ def swept(summary: TaskSummary) -> list[Drawing]:
 
     Where these are too many for the curves of all, there are curves along every setting, too.
     """
-    along: dict[str, int] = {}
+    along: list[str] = []
     drawings = []
     for optimizer in sorted({row.group.optimizer for row in summary.rows}, key=position):
         own = [row for row in summary.ranked if row.group.optimizer == optimizer]
         names = _differing(own)
         values = {name: _values(own, name) for name in names}
         if len(names) == 1 and len(values[names[0]]) >= FEWEST:
-            along[names[0]] = along.get(names[0], 0) + 1
+            along += [] if names[0] in along else names
         elif len(names) == 2 and min(map(len, values.values())) >= 2:
             first, second = sorted(names, key=lambda name: -len(values[name]))
             text = f"Mean final test accuracy of {display(optimizer)} by {first} and {second}"
