@@ -24,7 +24,7 @@ from tekfac import KFAC, TEKFAC, TKFAC
 from tekfac.capture import Capture, FisherKind, LossReduction
 from tekfac.curvature import LayerCurvature
 from tekfac.eigenbasis import Eigenbasis
-from tekfac.groups import take_inventory
+from tekfac.inventory import take_inventory
 from tekfac.likelihoods import Likelihood, SampledLoss, as_likelihood
 from tekfac.natural_gradient import NaturalGradient
 from tekfac.rows import BatchShape, LayerBatch, Rows

@@ -93,6 +93,7 @@ def test_importing_the_package_needs_no_optional_one() -> None:
     assert out.strip() == "1"
 
 
-def test_the_package_shows_the_four_optimizers_the_fisher_and_its_version() -> None:
-    assert set(tekfac.__all__) == {"EKFAC", "KFAC", "TEKFAC", "TKFAC", "__version__", "fisher"}
+def test_the_package_shows_the_four_optimizers_and_what_goes_with_them() -> None:
+    optimizers = {"EKFAC", "KFAC", "TEKFAC", "TKFAC"}
+    assert set(tekfac.__all__) == optimizers | {"__version__", "explain", "fisher", "register_layer"}
     assert all(hasattr(tekfac, name) for name in tekfac.__all__)

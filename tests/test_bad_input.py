@@ -77,14 +77,25 @@ def test_parameters_instead_of_the_model_are_refused(method: type[NaturalGradien
 def test_a_model_without_a_supported_layer_is_refused_with_what_is_supported(
     method: type[NaturalGradient],
 ) -> None:
-    model = nn.Sequential(nn.Embedding(4, 3), nn.LayerNorm(3))
-    with pytest.raises(ValueError, match=rf"{method.__name__} found no layer.*nn\.Linear.*nn\.Conv2d.*SGD"):
+    model = nn.Sequential(nn.EmbeddingBag(4, 3), nn.PReLU(3))
+    supported = r"nn\.Linear.*nn\.Conv2d.*nn\.Embedding, .*nn\.LayerNorm.*SGD.*tekfac\.register_layer"
+    with pytest.raises(ValueError, match=rf"{method.__name__} found no layer.*{supported}"):
         method(model)
 
 
-def test_a_model_whose_layers_are_all_left_to_first_order_is_refused_with_the_reason() -> None:
+@pytest.mark.parametrize("method", METHODS)
+def test_a_model_of_an_embedding_and_a_norm_alone_is_not_refused(method: type[NaturalGradient]) -> None:
+    """Layers of every kind count, not only matrices."""
+    model = nn.Sequential(nn.Embedding(4, 3), nn.LayerNorm(3)).double()
+    optimizer = method(model, damping=0.1)
+    train(model, optimizer, [(torch.tensor([0, 2, 2, 3]), torch.tensor([0, 1, 2, 2]))])
+    assert set(optimizer.curvature) == {"0", "1"}
+
+
+@pytest.mark.parametrize("chosen", [["0", "2"], [nn.Linear], nn.Linear], ids=["names", "types", "one type"])
+def test_a_model_whose_layers_are_all_left_to_first_order_is_refused_with_the_reason(chosen: Any) -> None:
     with pytest.raises(ValueError, match=r"0\.weight: left to first order on request"):
-        TEKFAC(mlp(), first_order=["0", "2"])
+        TEKFAC(mlp(), first_order=chosen)
 
 
 def test_a_lazy_layer_that_has_not_seen_data_is_refused_by_name() -> None:

@@ -1,4 +1,7 @@
-"""Watching a model leaves nothing behind: no graph, no hook, nothing in copies or under torch.func."""
+"""Watching a model leaves nothing behind: no graph, no hook, nothing in copies or under torch.func.
+
+Hooks are on the model only while the next step measures.
+"""
 
 from __future__ import annotations
 
@@ -159,15 +162,62 @@ def hooks(model: nn.Module) -> int:
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_a_deleted_optimizer_leaves_no_hook(method: type[NaturalGradient]) -> None:
+@pytest.mark.parametrize("steps", [0, 2], ids=["before training", "after training"])
+def test_a_deleted_optimizer_leaves_no_hook(method: type[NaturalGradient], steps: int) -> None:
+    """Not even one that was about to measure."""
     model = cnn()
-    optimizer = method(model)
-    train(model, optimizer, images(2))
+    optimizer = method(model, factors_every=1)
+    train(model, optimizer, images(steps))
     assert hooks(model) > 0
     del optimizer
     gc.collect()
     assert hooks(model) == 0
     train(model, torch.optim.SGD(model.parameters(), lr=0.1), images(1))
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_hooks_are_on_the_model_only_while_the_next_step_measures(method: type[NaturalGradient]) -> None:
+    model = cnn()
+    intervals = {"factors_every": 3, "basis_every": 6}
+    if method.method.rescaling.measured:
+        intervals["rescaling_every"] = 4
+    optimizer = method(model, lr=0.01, damping=0.1, **intervals)
+    assert hooks(model) > 0
+    watched = []
+    for step, batch in enumerate(images(13)):
+        during = []
+        handle = model[4].register_forward_pre_hook(lambda *_, during=during: during.append(hooks(model) - 1))
+        train(model, optimizer, [batch])
+        handle.remove()
+        watched.append(during[0] > 0)
+        due = [(step + 1) % interval == 0 for interval in intervals.values()]
+        assert (hooks(model) > 0) == any(due)
+    assert watched == [any(step % interval == 0 for interval in intervals.values()) for step in range(13)]
+    assert watched.count(False) > 5
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_with_the_default_intervals_there_is_no_hook_after_the_first_step(
+    method: type[NaturalGradient],
+) -> None:
+    model = cnn()
+    optimizer = method(model)
+    assert hooks(model) > 0
+    train(model, optimizer, images(1))
+    assert hooks(model) == 0
+    assert set(optimizer.curvature) == {"0", "1", "4"}
+
+
+def test_hooks_of_the_user_stay_where_they_are() -> None:
+    model, calls = mlp(), []
+    model[0].register_forward_hook(lambda *_: calls.append("before"))
+    optimizer = TEKFAC(model, lr=0.05, factors_every=2, rescaling_every=2)
+    model[0].register_forward_hook(lambda *_: calls.append("after"))
+    train(model, optimizer, vectors(4))
+    assert calls == ["before", "after"] * 4
+    del optimizer
+    gc.collect()
+    assert hooks(model) == 2
 
 
 def test_an_optimizer_that_could_not_be_made_leaves_no_hook() -> None:
@@ -237,24 +287,35 @@ def through_torch_save(model: nn.Module) -> nn.Module:
 def test_a_copied_or_saved_model_is_a_model_that_nobody_watches(
     duplicate: Callable[[nn.Module], nn.Module], when: str
 ) -> None:
-    model = mlp()
-    optimizer = TEKFAC(model, lr=0.05, **EVERY_STEP)
-    if when == "in the middle of a step":
-        backward(model, vectors(1)[0])
-        model.zero_grad()
-    if when == "after training":
-        train(model, optimizer, vectors(2))
-    twin = duplicate(model)
-    before = everything(model, optimizer)
-    assert_identical(twin, model)
-    x, y = vectors(1, seed=5)[0]
-    assert torch.equal(twin(x), model(x))
-    train(twin, torch.optim.SGD(twin.parameters(), lr=0.1), [(x, y)])
-    assert_identical(everything(model, optimizer), before)
-    own = TEKFAC(twin, lr=0.05)
-    train(twin, own, [(x, y)])
-    assert set(own.curvature) == {"0", "2"}
-    assert_identical(everything(model, optimizer), before)
+    def run(copying: bool) -> Any:
+        model = mlp()
+        optimizer = TEKFAC(model, lr=0.05, seed=0, **EVERY_STEP)
+        assert hooks(model) > 0
+        if when == "after training":
+            train(model, optimizer, vectors(2))
+        if when == "in the middle of a step":
+            backward(model, vectors(1)[0])
+        if copying:
+            duplicate_and_use(model, optimizer)
+        if when == "in the middle of a step":  # what was captured of it is still there
+            optimizer.step()
+        train(model, optimizer, vectors(2, seed=6))
+        return everything(model, optimizer)
+
+    def duplicate_and_use(model: nn.Module, optimizer: NaturalGradient) -> None:
+        twin = duplicate(model)
+        before = everything(model, optimizer)
+        assert_identical(twin, model)
+        x, y = vectors(1, seed=5)[0]
+        assert torch.equal(twin(x), model(x))
+        train(twin, torch.optim.SGD(twin.parameters(), lr=0.1), [(x, y)])
+        assert_identical(everything(model, optimizer), before)
+        own = TEKFAC(twin, lr=0.05)
+        train(twin, own, [(x, y)])
+        assert set(own.curvature) == {"0", "2"}
+        assert_identical(everything(model, optimizer), before)
+
+    assert_identical(run(copying=True), run(copying=False))
 
 
 def test_a_copy_outlives_the_optimizer() -> None:

@@ -66,6 +66,15 @@ def test_the_python_blocks_of_a_page_run_one_after_the_other(page: str, count: i
     assert isinstance(names["blocks"], fisher.BlockDiagonal)
 
 
+def test_the_python_blocks_about_layers_run_one_after_the_other(capsys: pytest.CaptureFixture[str]) -> None:
+    names = surroundings()
+    assert len(blocks("docs/layers.md")) == 6
+    for code in blocks("docs/layers.md"):
+        exec(code, names)
+    assert list(names["optimizer"].curvature) == ["0", "1", "2"]
+    assert capsys.readouterr().out.splitlines()[-2] == "['0', '1', '2']"
+
+
 def test_the_settings_in_the_guide_to_the_lab_are_valid() -> None:
     found = [tomllib.loads(code) for code in blocks("docs/lab.md", "toml")]
     sweeps = [plain for plain in found if "grid" in plain or "search" in plain]

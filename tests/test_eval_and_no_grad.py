@@ -12,6 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+import oracle
+from dense import assert_close, dense_block
 from tekfac import TEKFAC
 from tekfac.natural_gradient import NaturalGradient
 from training import assert_identical, backward, everything, mlp, train, vectors
@@ -84,28 +86,95 @@ def test_such_passes_leave_the_training_as_it_was(what: str, when: str) -> None:
     assert_identical(run(SILENT[what]), run(lambda model: None))
 
 
-def test_a_training_pass_would_not_be_silent() -> None:
-    """The twin of the test above that shows it can fail."""
-
-    def run(disturb: bool) -> Any:
-        model = mlp()
-        optimizer = TEKFAC(model, lr=0.05, seed=0, fisher="exact")
-        if disturb:
-            backward(model, OTHER)
-            model.zero_grad()
-        backward(model, vectors(1)[0])
-        optimizer.step()
-        return optimizer.curvature["0"].rescaling
-
-    assert not torch.equal(run(True), run(False))
-
-
-def test_a_part_in_eval_mode_is_not_recorded_inside_a_training_pass() -> None:
+def after_a_training_pass(fisher: Any, forget: Callable[[nn.Module, NaturalGradient], None] | None) -> Any:
+    """The training after a step, before which there was another training pass, unless forget is None."""
     model = mlp()
-    optimizer = TEKFAC(model, lr=0.05)
-    model[0].eval()
-    train(model, optimizer, vectors(1))
-    assert set(optimizer.curvature) == {"2"}
+    optimizer = TEKFAC(model, lr=0.05, seed=0, fisher=fisher, **INTERVALS)
+    if forget is not None:
+        backward(model, OTHER)
+        forget(model, optimizer)
+    backward(model, vectors(1)[0])
+    optimizer.step()
+    train(model, optimizer, vectors(2, seed=3))
+    return everything(model, optimizer)
+
+
+FISHERS = ("sampled", "empirical", "exact")
+
+
+@pytest.mark.parametrize("fisher", FISHERS)
+def test_a_training_pass_would_not_be_silent(fisher: Any) -> None:
+    """The twin of the test above that shows it can fail: the curvature is that of both passes."""
+    both = after_a_training_pass(fisher, lambda model, optimizer: None)
+    with pytest.raises(AssertionError, match=r"layers\.0\.curvature"):
+        assert_identical(both, after_a_training_pass(fisher, None))
+
+
+@pytest.mark.parametrize("fisher", FISHERS)
+@pytest.mark.parametrize("who", ["model", "optimizer"])
+@pytest.mark.parametrize("set_to_none", [True, False], ids=["to none", "to zero"])
+def test_a_training_pass_whose_gradients_are_zeroed_leaves_the_training_as_it_was(
+    fisher: Any, who: str, set_to_none: bool
+) -> None:
+    """As if the pass had never been: its statistics go with its gradients, and its drawn labels, too."""
+
+    def forget(model: nn.Module, optimizer: NaturalGradient) -> None:
+        (model if who == "model" else optimizer).zero_grad(set_to_none=set_to_none)
+
+    assert_identical(after_a_training_pass(fisher, forget), after_a_training_pass(fisher, None))
+
+
+class Mixed(nn.Module):
+    """A layer, a batch norm with running statistics that are not those of a batch, and a head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.body, self.norm, self.head = nn.Linear(5, 4), nn.BatchNorm1d(4), nn.Linear(4, 3)
+        nn.init.normal_(self.norm.weight)
+        nn.init.normal_(self.norm.running_mean)
+        nn.init.uniform_(self.norm.running_var, 0.5, 2.0)
+        self.double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.head(torch.tanh(self.norm(self.body(x))))
+        return out
+
+
+def autograd_fisher(model: Mixed, batch: tuple[Tensor, Tensor], parts: list[nn.Parameter]) -> Tensor:
+    """The empirical Fisher over parameters, sample by sample, as long as no sample sees another."""
+    rows = []
+    for x, y in zip(*batch, strict=True):
+        gradients = torch.autograd.grad(F.cross_entropy(model(x[None]), y[None]), parts)
+        rows.append(torch.cat([gradient.flatten() for gradient in gradients]))
+    return oracle.mean_outer(torch.stack(rows))
+
+
+def test_a_part_in_eval_mode_is_recorded_inside_a_training_pass_as_it_works_there() -> None:
+    """A batch norm with frozen statistics, as in fine-tuning, is trained: its block is the one of eval mode."""
+    model, (batch,) = Mixed(), vectors(1, samples=8)
+    model.norm.eval()
+    weight, bias = model.norm.weight, model.norm.bias
+    expected = autograd_fisher(model, batch, [weight, bias])
+    units = torch.stack([expected[[c, c + 4]][:, [c, c + 4]] for c in range(4)])
+    optimizer = TEKFAC(model, lr=1e-30, momentum=0.0, fisher="empirical")
+    train(model, optimizer, [batch])
+    assert set(optimizer.curvature) == {"body", "norm", "head"}
+    found = optimizer.curvature["norm"]
+    assert found.shape.parameters == {"norm.weight": (4,), "norm.bias": (4,)}
+    assert_close(torch.stack([dense_block(found, group=c) for c in range(4)]), units)
+
+
+def test_a_linear_part_in_eval_mode_is_recorded_as_in_training_mode() -> None:
+    def run(part_in_eval_mode: bool) -> Any:
+        model = mlp()
+        optimizer = TEKFAC(model, lr=0.05, seed=0, **INTERVALS)
+        model[0].train(not part_in_eval_mode)
+        train(model, optimizer, vectors(3))
+        assert set(optimizer.curvature) == {"0", "2"}
+        return everything(model, optimizer)
+
+    assert_identical(run(True), run(False))
 
 
 def test_a_model_in_eval_mode_is_not_recorded_even_if_a_part_is_in_training_mode() -> None:

@@ -11,9 +11,9 @@ from torch import Tensor
 
 from dense import METHODS, assert_close, statistics
 from tekfac import TEKFAC
-from tekfac.eigenbasis import JITTERS, DecompositionError, symmetric_eigen
 from tekfac.natural_gradient import NaturalGradient
 from tekfac.rescaling import rotated
+from tekfac.sides import JITTERS, DecompositionError, symmetric_eigen
 from training import assert_identical, mlp, through_a_file, train, vectors
 
 Eigh = Callable[[Tensor], tuple[Tensor, Tensor]]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -10,44 +11,91 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dense import METHODS
+from dense import METHODS, assert_close
 from tekfac import TEKFAC
 from tekfac.natural_gradient import NaturalGradient
 from training import assert_identical, cnn, images, mlp, train, vectors
 
 
-@pytest.mark.parametrize("method", METHODS)
-def test_other_parameters_follow_torch_sgd_bit_for_bit(method: type[NaturalGradient]) -> None:
+def with_slopes() -> nn.Sequential:
+    """A convolutional network whose norm is followed by nn.PReLU, a type of module that has no block."""
     model = cnn()
-    optimizer = method(model, lr=0.01, momentum=0.8, first_order_lr=0.3, damping=0.1)
-    twins = {n: nn.Parameter(p.detach().clone()) for n, p in model[1].named_parameters()}
+    model[2] = nn.PReLU(3).double()
+    return model
+
+
+FIRST_ORDER: dict[str, tuple[Callable[[], nn.Sequential], int, Any]] = {
+    "a type without a block": (with_slopes, 2, ()),
+    "norms, on request": (cnn, 1, [nn.BatchNorm2d]),
+    "norms, in a word": (cnn, 1, "all norms"),
+    "norms, by a type they are derived from": (cnn, 1, nn.modules.batchnorm._BatchNorm),
+}
+every_choice = pytest.mark.parametrize("choice", FIRST_ORDER)
+
+
+@every_choice
+@pytest.mark.parametrize("method", METHODS)
+def test_other_parameters_follow_torch_sgd_bit_for_bit(method: type[NaturalGradient], choice: str) -> None:
+    build, position, first_order = FIRST_ORDER[choice]
+    model = build()
+    other = model[position]
+    optimizer = method(model, lr=0.01, momentum=0.8, first_order=first_order, first_order_lr=0.3, damping=0.1)
+    twins = {n: nn.Parameter(p.detach().clone()) for n, p in other.named_parameters()}
+    assert twins
     sgd = torch.optim.SGD(twins.values(), lr=0.3, momentum=0.8)
     for x, y in images(4):
         optimizer.zero_grad()
         F.cross_entropy(model(x), y).backward()
-        for name, parameter in model[1].named_parameters():
+        for name, parameter in other.named_parameters():
             twins[name].grad = parameter.grad.clone()  # type: ignore[union-attr]
         optimizer.step()
         sgd.step()
         assert_identical(
-            {n: p.detach() for n, p in model[1].named_parameters()}, {n: p.detach() for n, p in twins.items()}
+            {n: p.detach() for n, p in other.named_parameters()}, {n: p.detach() for n, p in twins.items()}
         )
+    assert set(optimizer.curvature) == {"0", "1", "4"} - {str(position)}
 
 
-def test_their_rate_is_that_of_the_layers_where_none_is_given() -> None:
-    assert [group["lr"] for group in TEKFAC(cnn(), lr=0.02).param_groups] == [0.02, 0.02]
+@every_choice
+def test_their_rate_is_that_of_the_layers_where_none_is_given(choice: str) -> None:
+    build, position, first_order = FIRST_ORDER[choice]
+    model = build()
+    layers, rest = TEKFAC(model, lr=0.02, first_order=first_order).param_groups
+    assert [layers["lr"], rest["lr"]] == [0.02, 0.02]
+    assert [id(p) for p in rest["params"]] == [id(p) for p in model[position].parameters()]
 
 
 @pytest.mark.parametrize(
-    "choose", [lambda m: ["4"], lambda m: m[4], lambda m: m[4].parameters(), lambda m: "4"]
+    "choose",
+    [
+        lambda m: ["4"],
+        lambda m: m[4],
+        lambda m: m[4].parameters(),
+        lambda m: "4",
+        lambda m: nn.Linear,
+        lambda m: [nn.Linear],
+    ],
 )
-def test_a_layer_can_be_left_to_first_order_by_name_module_or_parameters(choose: Any) -> None:
+def test_a_layer_can_be_left_to_first_order_by_name_module_type_or_parameters(choose: Any) -> None:
     model = cnn()
     optimizer = TEKFAC(model, lr=0.01, momentum=0.0, first_order=choose(model), first_order_lr=0.25)
     start = model[4].weight.detach().clone()
     train(model, optimizer, images(1))
-    assert set(optimizer.curvature) == {"0"}
+    assert set(optimizer.curvature) == {"0", "1"}
     assert torch.equal(model[4].weight, start - 0.25 * model[4].weight.grad)
+
+
+def test_a_type_stands_for_all_modules_of_the_type() -> None:
+    model = nn.Sequential(
+        nn.Linear(5, 4), nn.LayerNorm(4), nn.Tanh(), nn.LayerNorm(4), nn.Linear(4, 3)
+    ).double()
+    optimizer = TEKFAC(model, lr=0.01, momentum=0.0, first_order=[nn.LayerNorm], first_order_lr=0.25)
+    start = {n: p.detach().clone() for n, p in model.named_parameters()}
+    train(model, optimizer, vectors(1))
+    assert set(optimizer.curvature) == {"0", "4"}
+    for name in ("1.weight", "1.bias", "3.weight", "3.bias"):
+        parameter = model.get_parameter(name)
+        assert torch.equal(parameter, start[name] - 0.25 * parameter.grad)
 
 
 def test_a_bias_can_be_left_to_first_order_alone() -> None:
@@ -59,19 +107,29 @@ def test_a_bias_can_be_left_to_first_order_alone() -> None:
     assert torch.equal(model[0].bias, start - 0.25 * model[0].bias.grad)
 
 
-def test_they_are_all_named_in_one_log_line(caplog: pytest.LogCaptureFixture) -> None:
-    model = cnn()
+@every_choice
+def test_they_are_all_named_in_one_log_line(choice: str, caplog: pytest.LogCaptureFixture) -> None:
+    build, position, first_order = FIRST_ORDER[choice]
+    model = build()
     with caplog.at_level(logging.INFO, "tekfac"):
-        optimizer = TEKFAC(model, lr=0.01)
-    naming = [r.getMessage() for r in caplog.records if "1.weight" in r.getMessage()]
+        optimizer = TEKFAC(model, lr=0.01, first_order=first_order)
+    naming = [r.getMessage() for r in caplog.records if f"{position}.weight" in r.getMessage()]
     assert len(naming) == 1
-    assert "1.bias" in naming[0]
-    assert "0.weight" not in naming[0]
-    assert "4.weight" not in naming[0]
+    for name, parameter in model.named_parameters():
+        is_other = any(parameter is p for p in model[position].parameters())
+        assert (f" {name}" in naming[0]) == is_other
     caplog.clear()
     with caplog.at_level(logging.INFO, "tekfac"):
         train(model, optimizer, images(3))
     assert not caplog.records
+
+
+def test_where_all_types_have_blocks_nothing_is_left_out(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, "tekfac"):
+        optimizer = TEKFAC(cnn(), lr=0.01)
+    (record,) = caplog.records
+    assert "3 layer(s) with 100% of the parameters. Nothing is left out." in record.getMessage()
+    assert len(optimizer.param_groups) == 1
 
 
 def test_an_unknown_name_is_refused_with_the_names_there_are() -> None:
@@ -88,7 +146,7 @@ def test_frozen_parameters_are_left_alone() -> None:
     train(model, optimizer, images(3))
     assert {n for n, p in model.named_parameters() if not p.requires_grad} == set(frozen)
     assert_identical({n: p.detach() for n, p in model.named_parameters() if n in frozen}, frozen)
-    assert "4" in optimizer.curvature
+    assert set(optimizer.curvature) == {"4"}
 
 
 def test_a_trained_bias_beside_a_frozen_weight_has_the_first_order_rate(
@@ -168,47 +226,107 @@ def test_a_parametrized_weight_is_left_to_first_order_with_a_reason(caplog: pyte
     assert set(optimizer.curvature) == {"2"}
 
 
-def test_projections_of_multi_head_attention_are_left_to_first_order(
+class Attention(nn.Module):
+    """Attention over two tokens of every sample, and a head."""
+
+    def __init__(self, bias_kv: bool = False) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.attention = nn.MultiheadAttention(4, 2, batch_first=True, add_bias_kv=bias_kv)
+        self.head = nn.Linear(4, 3)
+        self.double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        tokens = torch.stack([x[:, :4], x[:, 1:]], dim=1)
+        out: Tensor = self.head(self.attention(tokens, tokens, tokens, need_weights=False)[0].mean(1))
+        return out
+
+
+def test_projections_of_multi_head_attention_are_preconditioned_and_none_is_reported(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    class Attention(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.attention = nn.MultiheadAttention(4, 2, batch_first=True)
-            self.head = nn.Linear(4, 3)
-            self.double()
-
-        def forward(self, x: Tensor) -> Tensor:
-            tokens = x[:, :4].reshape(-1, 1, 4).expand(-1, 2, 4)
-            out: Tensor = self.head(self.attention(tokens, tokens, tokens, need_weights=False)[0].mean(1))
-            return out
-
-    model = Attention()
-    with caplog.at_level(logging.WARNING, "tekfac"):
-        optimizer = TEKFAC(model, lr=0.01)
-    assert "MultiheadAttention" in caplog.text
-    before = model.attention.out_proj.weight.detach().clone()
-    train(model, optimizer, vectors(2))
-    assert set(optimizer.curvature) == {"head"}
-    assert not torch.equal(model.attention.out_proj.weight, before)
+    model, (batch,) = Attention(), vectors(1)
+    with caplog.at_level(logging.INFO, "tekfac"):
+        optimizer = TEKFAC(model, lr=1.0, momentum=0.0, damping=0.1, fisher="exact", first_order_lr=0.25)
+    assert "Nothing is left out" in caplog.text
+    before = {n: p.detach().clone() for n, p in model.named_parameters()}
+    train(model, optimizer, [batch])
+    assert set(optimizer.curvature) == {"attention.in_proj", "attention.out_proj", "head"}
+    gradients = {n: p.grad for n, p in model.named_parameters()}
+    assert list(optimizer.curvature.parameters) == list(gradients)
+    expected = optimizer.curvature.solve(gradients, damping=0.1)  # type: ignore[arg-type]
+    for name, parameter in model.named_parameters():
+        assert_close(before[name] - parameter.detach(), expected[name])
 
 
-def test_a_sparse_gradient_of_an_embedding_is_used_as_sgd_uses_it() -> None:
-    class Embedded(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            torch.manual_seed(0)
-            self.table, self.head = nn.Embedding(6, 4, sparse=True), nn.Linear(4, 3)
-            self.double()
+@pytest.mark.parametrize("how", ["bias_k and bias_v", "on request"])
+def test_of_multi_head_attention_only_what_has_no_block_or_is_requested_is_left_to_first_order(
+    how: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = Attention(bias_kv=how != "on request")
+    left, blocks = {"attention.bias_k", "attention.bias_v"}, {"attention.in_proj", "attention.out_proj", "head"}
+    if how == "on request":
+        left = {f"attention.{name}" for name, _ in model.attention.named_parameters()}
+        blocks = {"head"}
+    with caplog.at_level(logging.INFO, "tekfac"):
+        optimizer = TEKFAC(
+            model,
+            lr=0.01,
+            momentum=0.0,
+            first_order_lr=0.25,
+            first_order=[nn.MultiheadAttention] if how == "on request" else (),
+        )
+    (record,) = caplog.records
+    named = record.getMessage().partition("raw gradient: ")[2].removesuffix(".").split(", ")
+    assert set(named) == left
+    before = {n: p.detach().clone() for n, p in model.named_parameters()}
+    train(model, optimizer, vectors(1))
+    assert set(optimizer.curvature) == blocks
+    for name, parameter in model.named_parameters():
+        by_sgd = before[name] - 0.25 * parameter.grad  # type: ignore[operator]
+        assert not torch.equal(parameter, before[name])
+        assert torch.equal(parameter, by_sgd) == (name in left)
 
-        def forward(self, tokens: Tensor) -> Tensor:
-            out: Tensor = self.head(self.table(tokens))
-            return out
 
+class Embedded(nn.Module):
+    """Sparse gradients of a table, and a head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.table, self.head = nn.Embedding(6, 4, sparse=True), nn.Linear(4, 3)
+        self.double()
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        out: Tensor = self.head(self.table(tokens))
+        return out
+
+
+TOKENS = (torch.tensor([0, 2, 2]), torch.tensor([0, 1, 2]))
+
+
+@pytest.mark.parametrize("first_order", [["table"], [nn.Embedding], nn.Embedding], ids=str)
+def test_a_sparse_gradient_of_an_embedding_left_to_first_order_is_used_as_sgd_uses_it(first_order: Any) -> None:
     model = Embedded()
-    optimizer = TEKFAC(model, lr=0.01, momentum=0.0, first_order_lr=0.25)
+    optimizer = TEKFAC(model, lr=0.01, momentum=0.0, first_order=first_order, first_order_lr=0.25)
     start = model.table.weight.detach().clone()
-    train(model, optimizer, [(torch.tensor([0, 2, 2]), torch.tensor([0, 1, 2]))])
+    train(model, optimizer, [TOKENS])
     gradient = model.table.weight.grad
     assert gradient is not None
+    assert gradient.is_sparse
+    assert set(optimizer.curvature) == {"head"}
     torch.testing.assert_close(model.table.weight.detach(), start - 0.25 * gradient.to_dense())
+
+
+def test_a_sparse_gradient_of_an_embedding_is_preconditioned_as_a_dense_one() -> None:
+    tables = []
+    for sparse in (True, False):
+        model = Embedded()
+        model.table.sparse = sparse
+        optimizer = TEKFAC(model, lr=0.1, damping=0.1, seed=0)
+        train(model, optimizer, [TOKENS] * 3)
+        assert model.table.weight.grad.is_sparse == sparse  # type: ignore[union-attr]
+        assert set(optimizer.curvature) == {"table", "head"}
+        tables.append(model.table.weight.detach())
+    assert_close(*tables)
+    assert not torch.equal(tables[0], Embedded().table.weight)

@@ -37,15 +37,20 @@ def test_an_unknown_layer_is_refused_with_those_there_are(call: str) -> None:
 
 @every_call
 def test_a_layer_without_a_block_is_refused_with_the_reason(call: str) -> None:
-    with pytest.raises(ValueError, match=r"No layer '1' with a Fisher block.*'0', '4'"):
-        CALLS[call](cnn(), images(1), layers=["1"])  # a batch norm
+    slopes = cnn()
+    slopes[2] = nn.PReLU(3).double()
+    with pytest.raises(ValueError, match=r"No layer '2' with a Fisher block.*'0', '1', '4'"):
+        CALLS[call](slopes, images(1), layers=["2"])
+    bounded = nn.Sequential(nn.Embedding(4, 3, max_norm=1.0), nn.Linear(3, 2)).double()
+    with pytest.raises(ValueError, match=r"No layer '0' with a Fisher block: max_norm changes the weight.*'1'"):
+        CALLS[call](bounded, [(torch.tensor([0, 3]), torch.tensor([0, 1]))], layers=["0"])
     model = mlp()
     nn.utils.parametrizations.weight_norm(model[0])
     with pytest.raises(ValueError, match=r"No layer '0' with a Fisher block.*'2'"):
         CALLS[call](model, vectors(1), layers=["0"])
     tied = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3), nn.Linear(3, 2)).double()
     tied[1].weight = tied[0].weight
-    with pytest.raises(ValueError, match=r"No layer '0'.*shared with '1', which has another bias.*'2'"):
+    with pytest.raises(ValueError, match=r"No layer '0'.*shared with Linear '1', which has another bias.*'2'"):
         CALLS[call](tied, vectors(1, d_in=3, classes=2), layers=["0"])
 
 
@@ -57,8 +62,9 @@ def test_no_layers_at_all_are_refused(call: str) -> None:
 
 @every_call
 def test_a_model_without_a_supported_layer_is_refused_with_what_is_supported(call: str) -> None:
-    model = nn.Sequential(nn.Embedding(4, 3), nn.LayerNorm(3))
-    with pytest.raises(ValueError, match=r"no layer with a Fisher block in Sequential.*nn\.Linear.*nn\.Conv2d"):
+    model = nn.Sequential(nn.EmbeddingBag(4, 3), nn.PReLU(3))
+    supported = r"nn\.Linear.*nn\.Conv2d.*nn\.Embedding, .*nn\.LayerNorm"
+    with pytest.raises(ValueError, match=rf"no layer with a Fisher block in Sequential.*{supported}"):
         CALLS[call](model, vectors(1))
 
 

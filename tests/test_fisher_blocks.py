@@ -31,8 +31,8 @@ from tekfac import fisher
 from tekfac.blocks import Block, DenseBlock, GramBlock, KroneckerBlock
 from tekfac.eigenbasis import decompose
 from tekfac.factors import KroneckerFactors
-from tekfac.layers import LayerShape
 from tekfac.natural_gradient import NaturalGradient
+from tekfac.shapes import LayerShape
 
 CASES = [(kind, True) for kind in KINDS] + [(kind, False) for kind in ("linear", "conv2d", "grouped")]
 every_case = pytest.mark.parametrize(

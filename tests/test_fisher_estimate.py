@@ -439,15 +439,33 @@ def test_batch_norm_uses_its_running_statistics(training: bool) -> None:
     (x, y), sizes = images(1, samples=14)[0], UNEQUAL
     quiet = copy.deepcopy(model).eval()
     samples = {layer: oracle.per_column(oracle.softmax_column, quiet, x, layer) for layer in ("0", "4")}
+    units = torch.block_diag(*fisher_of_units(quiet, x, quiet[1]))
     model.train(training)
     blocks = fisher.exact_blocks(model, batched((x, y), sizes))
-    for layer, block in blocks.items():
-        assert_close(block.to_dense(), fisher_of(samples[layer]))
+    assert list(blocks) == ["0", "1", "4"]
+    for layer in samples:
+        assert_close(blocks[layer].to_dense(), fisher_of(samples[layer]))
+    assert_close(blocks["1"].to_dense(), units)
     for method in METHODS:
         approximations = fisher.estimate(model, batched((x, y), sizes), method=name_of(method))
-        for layer, approximation in approximations.items():
+        assert list(approximations) == ["0", "1", "4"]
+        for layer in samples:
             sharing = approximations.metadata["sharing"]
-            assert_blocks_agree(method, samples[layer], sharing, approximation)  # type: ignore[arg-type]
+            assert_blocks_agree(method, samples[layer], sharing, approximations[layer])  # type: ignore[arg-type]
+        assert_close(approximations["1"].to_dense(), units)
+    assert_identical(model[1].state_dict(), quiet[1].state_dict())
+
+
+def fisher_of_units(model: nn.Module, inputs: Tensor, norm: nn.Module) -> Tensor:
+    """The exact Fisher of every unit's scale and shift, [C, 2, 2], by autograd, sample by sample."""
+    gradients = []
+    for x in inputs:
+        logits = model(x[None])
+        for k in range(logits.shape[-1]):
+            loss = oracle.softmax_column(k)(logits, logits)
+            parts = torch.autograd.grad(loss, list(norm.parameters()), retain_graph=True)
+            gradients.append(logits.shape[-1] ** 0.5 * torch.stack(parts, dim=1))
+    return torch.stack([oracle.mean_outer(unit) for unit in torch.stack(gradients, dim=1)])
 
 
 def test_dropout_is_off() -> None:
@@ -1074,12 +1092,23 @@ def test_pairs_that_were_put_together_anew_are_other_data() -> None:
 
 
 def test_what_has_no_block_is_named(caplog: pytest.LogCaptureFixture) -> None:
+    model = seeded(
+        lambda: nn.Sequential(nn.Embedding(5, 6, max_norm=1.0), nn.PReLU(2), nn.Flatten(), nn.Linear(12, 2))
+    )
+    with caplog.at_level("INFO", logger="tekfac"):
+        blocks = fisher.estimate(model, [(torch.tensor([[0, 1], [2, 3]]), torch.zeros(2).long())])
+    assert list(blocks) == ["3"]
+    assert "No Fisher block of '0.weight': max_norm" in caplog.text
+    assert "The blocks cover 45% of the parameters. Without: 0.weight, 1.weight." in caplog.text
+
+
+def test_a_transformer_layer_has_blocks_of_all_its_parameters(caplog: pytest.LogCaptureFixture) -> None:
     layer = nn.TransformerEncoderLayer(6, 2, 8, batch_first=True, dropout=0.0)
     model = seeded(lambda: nn.Sequential(layer, nn.Flatten(), nn.Linear(12, 3)))
     with caplog.at_level("INFO", logger="tekfac"):
-        fisher.estimate(model, [(normal(4, 2, 6), torch.zeros(4).long())])
-    assert "No Fisher block of '0.self_attn.out_proj.weight'" in caplog.text
-    assert "The blocks cover" in caplog.text
+        blocks = fisher.estimate(model, [(normal(4, 2, 6), torch.zeros(4).long())])
+    assert not caplog.records
+    assert blocks.parameters == {name: tuple(p.shape) for name, p in model.named_parameters()}
 
 
 def test_very_many_columns_are_worth_a_warning(caplog: pytest.LogCaptureFixture) -> None:

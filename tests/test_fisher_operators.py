@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable, Mapping
 from functools import cache
@@ -13,6 +14,7 @@ import torch
 from scipy.sparse import linalg
 from torch import Tensor, nn
 
+import oracle
 from dense import assert_close, normal
 from tekfac import TEKFAC, fisher
 from tekfac.blocks import Block, GramBlock
@@ -22,20 +24,21 @@ OPERATIONS = ("matvec", "solve", "sqrt_matvec", "inv_sqrt_matvec")
 DAMPED = ("solve", "sqrt_matvec", "inv_sqrt_matvec")
 DAMPINGS: Mapping[str, float | Mapping[str, float]] = {
     "one number": 0.3,
-    "one for each layer": {"conv": 0.3, "grouped": 0.01, "head": 2.0},
+    "one for each layer": {"conv": 0.3, "norm": 0.05, "grouped": 0.01, "head": 2.0},
 }
 every_damping = pytest.mark.parametrize("damping", DAMPINGS)
 
 
 @cache
 def network() -> nn.Module:
-    """A convolution with a bias, one with groups and none, a batch norm, and a linear layer."""
+    """Convolutions, one with groups and no bias, a batch norm, a linear layer; its slopes have no block."""
     torch.manual_seed(0)
     model = nn.Sequential()
     model.add_module("conv", nn.Conv2d(1, 2, 2))
     model.add_module("norm", nn.BatchNorm2d(2))
     model.add_module("tanh", nn.Tanh())
     model.add_module("grouped", nn.Conv2d(2, 4, 2, groups=2, bias=False))
+    model.add_module("slopes", nn.PReLU(4))
     model.add_module("flatten", nn.Flatten())
     model.add_module("head", nn.Linear(36, 3))
     return model.double()
@@ -99,7 +102,7 @@ def random_tensors(kind: str, *leading: int, seed: int = 1) -> dict[str, Tensor]
 
 def flat(tensors: Mapping[str, Tensor], kind: str) -> Tensor:
     """By hand, in the order of the model's parameters."""
-    names = [name for name, _ in network().named_parameters() if not name.startswith("norm")]
+    names = [name for name, _ in network().named_parameters() if not name.startswith("slopes")]
     assert names == list(blocks_of(kind).parameters)
     return torch.cat([tensors[name].reshape(-1) for name in names])
 
@@ -110,13 +113,34 @@ def flat(tensors: Mapping[str, Tensor], kind: str) -> Tensor:
 @every_kind
 def test_its_parameters_are_those_of_the_layers_in_the_order_of_the_model(kind: str) -> None:
     blocks = blocks_of(kind)
-    expected = {name: tuple(p.shape) for name, p in network().named_parameters() if not name.startswith("norm")}
+    expected = {
+        name: tuple(p.shape) for name, p in network().named_parameters() if not name.startswith("slopes")
+    }
     assert list(blocks.parameters.items()) == list(expected.items())
     assert blocks.size == sum(math.prod(shape) for shape in expected.values())
-    assert list(blocks) == ["conv", "grouped", "head"]
-    assert len(blocks) == 3
+    assert list(blocks) == ["conv", "norm", "grouped", "head"]
+    assert len(blocks) == 4
     assert "conv" in blocks
-    assert "norm" not in blocks
+    assert "norm" in blocks
+    assert "slopes" not in blocks
+
+
+def fisher_of_norm() -> Tensor:
+    """Of every unit's scale and shift, [2, 2, 2], sample by sample and column by column, by autograd."""
+    model = copy.deepcopy(network()).eval()
+    own = list(model.get_submodule("norm").parameters())
+    gradients, samples = [], torch.cat([x for x, _ in images(3)])
+    for x in samples:
+        logits = model(x[None])
+        for k in range(3):
+            parts = torch.autograd.grad(oracle.softmax_column(k)(logits, logits), own, retain_graph=True)
+            gradients.append(torch.stack(parts, dim=1))  # [units, 2]
+    return torch.stack([oracle.mean_outer(3**0.5 * unit) for unit in torch.stack(gradients, dim=1)])
+
+
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "rows"])
+def test_the_block_of_a_norm_is_exact_unit_by_unit(kind: str) -> None:
+    assert_close(blocks_of(kind)["norm"].to_dense(), torch.block_diag(*fisher_of_norm()))
 
 
 def test_the_parameters_of_an_optimizers_curvature_are_in_the_order_of_the_model_too() -> None:
@@ -229,9 +253,9 @@ def test_vectors_are_the_parameters_one_after_the_other(kind: str) -> None:
     assert blocks.to_vector(many).shape == (2, 3, blocks.size)
     assert_identical(blocks.from_vector(blocks.to_vector(many)), many)
     vector = torch.nn.utils.parameters_to_vector(
-        [p for name, p in network().named_parameters() if not name.startswith("norm")]
+        [p for name, p in network().named_parameters() if not name.startswith("slopes")]
     )
-    own = {name: p for name, p in network().named_parameters() if not name.startswith("norm")}
+    own = {name: p for name, p in network().named_parameters() if not name.startswith("slopes")}
     assert torch.equal(blocks.to_vector(own), vector)
 
 
@@ -369,8 +393,8 @@ def test_a_missing_parameter_is_named(call: str) -> None:
 
 @every_call
 def test_a_parameter_of_no_block_is_named(call: str) -> None:
-    tensors = {**random_tensors("tekfac"), "norm.weight": normal(2)}
-    with pytest.raises(ValueError, match=r"of no block: norm\.weight.*BlockDiagonal\.parameters"):
+    tensors = {**random_tensors("tekfac"), "slopes.weight": normal(4)}
+    with pytest.raises(ValueError, match=r"of no block: slopes\.weight.*BlockDiagonal\.parameters"):
         CALLS[call](blocks_of("tekfac"), tensors)
 
 
@@ -402,14 +426,14 @@ def test_a_vector_of_another_length_is_refused_with_the_right_one() -> None:
 
 @pytest.mark.parametrize("operation", [*DAMPED, "logdet", "linear_operator", "inverse_linear_operator"])
 def test_a_damping_that_leaves_out_a_layer_is_refused_by_its_name(operation: str) -> None:
-    blocks, damping = blocks_of("tekfac"), {"conv": 0.1, "head": 0.1}
-    with pytest.raises(ValueError, match=r"damping of layer 'grouped' is missing.*'conv', 'head'"):
+    blocks, damping = blocks_of("tekfac"), {"conv": 0.1, "norm": 0.1, "head": 0.1}
+    with pytest.raises(ValueError, match=r"damping of layer 'grouped' is missing.*'conv', 'norm', 'head'"):
         damped(blocks, operation, damping)
 
 
 @pytest.mark.parametrize("operation", [*DAMPED, "logdet", "linear_operator", "inverse_linear_operator"])
 def test_a_damping_of_a_layer_that_is_not_there_is_refused_by_its_name(operation: str) -> None:
-    blocks, damping = blocks_of("tekfac"), {"conv": 0.1, "grouped": 0.1, "head": 0.1, "haed": 0.2}
+    blocks, damping = blocks_of("tekfac"), {"conv": 0.1, "norm": 0.1, "grouped": 0.1, "head": 0.1, "haed": 0.2}
     with pytest.raises(ValueError, match="'haed'"):
         damped(blocks, operation, damping)
 
@@ -417,7 +441,7 @@ def test_a_damping_of_a_layer_that_is_not_there_is_refused_by_its_name(operation
 @pytest.mark.parametrize("operation", [*DAMPED, "logdet", "linear_operator", "inverse_linear_operator"])
 @pytest.mark.parametrize("value", [-0.1, math.nan, math.inf, "0.1", True, None], ids=repr)
 def test_a_damping_that_is_no_number_from_zero_on_is_refused(operation: str, value: Any) -> None:
-    for damping in (value, {"conv": 0.1, "grouped": value, "head": 0.1}):
+    for damping in (value, {"conv": 0.1, "norm": 0.1, "grouped": value, "head": 0.1}):
         with pytest.raises(ValueError, match="damping") as error:
             damped(blocks_of("tekfac"), operation, damping)
         assert repr(value) in str(error.value)
@@ -434,12 +458,13 @@ def damped(blocks: fisher.BlockDiagonal[Any], operation: str, damping: Any) -> N
 
 
 def test_a_layer_without_a_block_is_named_with_those_that_have_one() -> None:
-    with pytest.raises(KeyError, match=r"'norm'.*'conv', 'grouped', 'head'"):
-        blocks_of("tekfac")["norm"]
+    with pytest.raises(KeyError, match=r"'slopes'.*'conv', 'norm', 'grouped', 'head'"):
+        blocks_of("tekfac")["slopes"]
 
 
 def test_it_shows_its_blocks() -> None:
     assert "'conv': KroneckerBlock of 10 rows" in repr(blocks_of("tekfac"))
+    assert "'norm': KroneckerBlock of 4 rows" in repr(blocks_of("tekfac"))
     assert "'head': DenseBlock of 111 rows" in repr(blocks_of("exact"))
 
 
@@ -476,7 +501,9 @@ def test_white_noise_follows_its_generator_and_is_white() -> None:
 
 
 def test_select_takes_what_has_a_block() -> None:
-    model = nn.Sequential(nn.Linear(3, 4), nn.LayerNorm(4), nn.Linear(4, 2)).double()
+    model = nn.Sequential(nn.Linear(3, 4), nn.LayerNorm(4), nn.PReLU(4), nn.Linear(4, 2)).double()
     blocks = fisher.estimate(model, [torch.randn(9, 3).double()])
-    selected = blocks.select(dict(model.named_parameters()))
-    assert list(selected) == ["0.weight", "0.bias", "2.weight", "2.bias"]
+    own = dict(model.named_parameters())
+    selected = blocks.select(own)
+    assert list(selected) == ["0.weight", "0.bias", "1.weight", "1.bias", "3.weight", "3.bias"]
+    assert all(selected[name] is own[name] for name in selected)

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from dense import METHODS, statistics
 from tekfac import EKFAC, KFAC, TEKFAC, TKFAC
@@ -21,6 +22,7 @@ ALL: dict[str, Any] = {
     "factor_decay": 0.95,
     "factors_every": 50,
     "fisher": "sampled",
+    "first_order": [nn.BatchNorm2d],
     "sharing": "expand",
     "kl_clip": None,
 }
@@ -42,6 +44,34 @@ def test_the_preset_trains_as_its_settings_written_out(method: type[NaturalGradi
     train(preset, first, images(3))
     train(written, second, images(3))
     assert_identical(everything(preset, first), everything(written, second))
+
+
+NORMS: dict[str, nn.Module] = {
+    "LayerNorm": nn.LayerNorm(4),
+    "RMSNorm": nn.RMSNorm(4),
+    "GroupNorm": nn.GroupNorm(2, 4),
+    "BatchNorm1d": nn.BatchNorm1d(4),
+    "InstanceNorm1d": nn.Sequential(nn.Unflatten(1, (2, 2)), nn.InstanceNorm1d(2, affine=True), nn.Flatten()),
+}
+
+
+@pytest.mark.parametrize("norm", NORMS)
+@pytest.mark.parametrize("method", METHODS)
+def test_norms_are_first_order_as_the_paper_knows_only_matrices(
+    method: type[NaturalGradient], norm: str
+) -> None:
+    """Unless they are asked for; without the preset they are preconditioned."""
+
+    def layers(make: Any, **settings: Any) -> set[str]:
+        model = nn.Sequential(nn.Linear(5, 4), NORMS[norm], nn.Tanh(), nn.Linear(4, 3)).double()
+        optimizer = make(model, **settings)
+        train(model, optimizer, vectors(1))
+        return set(optimizer.curvature)
+
+    with_norm = {"0", "1.1" if norm == "InstanceNorm1d" else "1", "3"}
+    assert layers(method.paper) == {"0", "3"}
+    assert layers(method.paper, first_order=()) == with_norm
+    assert layers(method) == with_norm
 
 
 @pytest.mark.parametrize("method", METHODS)

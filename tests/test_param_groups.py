@@ -31,12 +31,15 @@ def one_step(**settings: Any) -> dict[str, Tensor]:
 
 def test_without_param_groups_there_is_one_for_layers_and_one_for_the_rest() -> None:
     model = cnn()
-    optimizer = TEKFAC(model, lr=0.1, first_order_lr=0.5)
+    optimizer = TEKFAC(model, lr=0.1, first_order=[nn.BatchNorm2d], first_order_lr=0.5)
     layers, rest = optimizer.param_groups
     assert {id(p) for p in layers["params"]} == {id(p) for m in (model[0], model[4]) for p in m.parameters()}
     assert {id(p) for p in rest["params"]} == {id(p) for p in model[1].parameters()}
     assert (layers["lr"], layers["first_order"]) == (0.1, False)
     assert (rest["lr"], rest["first_order"]) == (0.5, True)
+    (only,) = TEKFAC(model, lr=0.1, first_order_lr=0.5).param_groups  # norms are layers like any other
+    assert [id(p) for p in only["params"]] == [id(p) for p in model.parameters()]
+    assert (only["lr"], only["first_order"]) == (0.1, False)
 
 
 def test_a_group_takes_what_it_does_not_say_from_the_optimizer() -> None:
@@ -146,7 +149,7 @@ def test_a_first_order_group_may_be_given_as_a_generator_like_any_other() -> Non
     assert [id(p) for p in group["params"]] == [id(p) for p in model[4].parameters()]
     assert group["lr"] == 0.7
     train(model, optimizer, images(1))
-    assert set(optimizer.curvature) == {"0"}
+    assert set(optimizer.curvature) == {"0", "1"}
 
 
 def test_the_groups_themselves_may_come_from_a_generator() -> None:

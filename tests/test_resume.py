@@ -99,7 +99,7 @@ def test_the_state_is_keyed_by_layer_and_parameter_name() -> None:
     optimizer = TEKFAC(model, lr=0.01)
     train(model, optimizer, images(1))
     state = optimizer.state_dict()
-    assert set(state["layers"]) == {"0", "4"}
+    assert set(state["layers"]) == {"0", "1", "4"}
     assert set(state["state"]) == set(dict(model.named_parameters()))
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 from torch.optim import Optimizer, lr_scheduler
 
 from dense import METHODS
@@ -79,12 +80,12 @@ def test_a_rate_of_zero_moves_no_parameter_and_still_gathers_statistics() -> Non
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
     train(model, optimizer, images(1))
     assert_identical({n: p.detach() for n, p in model.named_parameters()}, before)
-    assert set(optimizer.curvature) == {"0", "4"}
+    assert set(optimizer.curvature) == {"0", "1", "4"}
 
 
 def test_each_group_can_have_its_own_schedule() -> None:
     model = cnn()
-    optimizer = TEKFAC(model, lr=0.1, first_order_lr=0.5)
+    optimizer = TEKFAC(model, lr=0.1, first_order=[nn.BatchNorm2d], first_order_lr=0.5)
     scheduler = lr_scheduler.LambdaLR(optimizer, [lambda k: 0.5**k, lambda k: 0.1**k])
     train(model, optimizer, images(2), scheduler=scheduler)
     assert [group["lr"] for group in optimizer.param_groups] == pytest.approx([0.025, 0.005])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 import oracle
 from dense import METHODS, RTOL, assert_close, dense_block, statistics
 from tekfac import EKFAC, KFAC, TEKFAC
-from tekfac.likelihoods import OutputShapeError
+from tekfac.likelihoods import Categorical, OutputShapeError
 from tekfac.natural_gradient import NaturalGradient
 from training import Batch, train, vectors
 
@@ -130,6 +131,14 @@ class LanguageModel(nn.Module):
         out: Tensor = self.head(torch.tanh(self.body(self.embedding(tokens))))
         return out
 
+    def add_bag(self) -> nn.EmbeddingBag:
+        """A module of a type that has no block."""
+        self.bag = nn.EmbeddingBag(6, 4)
+        return self.bag
+
+
+PER_TOKEN = Categorical(class_dim=-1)
+
 
 def token_batches(count: int) -> list[Batch]:
     generator = torch.Generator().manual_seed(0)
@@ -143,14 +152,67 @@ def token_loss(logits: Tensor, y: Tensor) -> Tensor:
     return F.cross_entropy(logits.flatten(0, 1), y.flatten())
 
 
-def test_a_weight_tied_to_an_embedding_is_trained_by_momentum_sgd_with_a_reason(
+def tied_gradients(model: LanguageModel, tokens: Tensor) -> Tensor:
+    """Gradients of the shared matrix for all columns of all tokens' softmax Fisher, by autograd."""
+    matrices = []
+    for sample in tokens:
+        for logits in model(sample[None])[0]:
+            for k in range(len(logits)):
+                loss = oracle.softmax_column(k)(logits, logits)
+                matrices += torch.autograd.grad(loss, [model.embedding.weight], retain_graph=True)
+    return torch.stack(matrices) * 6**0.5
+
+
+def test_a_weight_tied_to_an_embedding_is_one_layer_with_the_block_of_its_whole_gradient(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
+    """Both uses count, and what one sees of a sample goes with what the other sees of it."""
+    model, (batch,) = LanguageModel(), token_batches(1)
+    gradients = tied_gradients(model, batch[0])
+    with caplog.at_level(logging.INFO, "tekfac"):
+        optimizer = TEKFAC(
+            model, lr=1.0, first_order_lr=0.25, momentum=0.0, damping=0.1, fisher="exact", likelihood=PER_TOKEN
+        )
+    assert "Nothing is left out" in caplog.text
+    assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
+    start = model.head.weight.detach().clone()
+    train(model, optimizer, [batch], token_loss)
+    assert set(statistics(optimizer)) == {"embedding", "body"}
+    assert model.head.weight is model.embedding.weight
+    fisher = oracle.exact_fisher(gradients)
+    n_phi, _ = oracle.partial_traces(fisher, 6, 4)
+    q_in = torch.linalg.eigh(n_phi)[1].contiguous()
+    block = oracle.eigen_corrected(fisher, torch.eye(6, dtype=torch.float64), q_in)
+    assert_close(optimizer.curvature["embedding"].to_dense(), block)
+    gradient = model.head.weight.grad
+    assert gradient is not None
+    assert_close(start - model.head.weight.detach(), oracle.damped_solve(block, 0.1, gradient))
+
+
+def test_an_embedding_and_a_head_with_weights_of_their_own_are_two_layers() -> None:
+    model = LanguageModel(tied=False)
+    optimizer = TEKFAC(model, lr=0.05)
+    train(model, optimizer, token_batches(1), token_loss)
+    assert set(statistics(optimizer)) == {"embedding", "body", "head"}
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (lambda m: setattr(m.embedding, "max_norm", 10.0), "'head.weight'.*shared with Embedding 'embedding'"),
+        (lambda m: setattr(m.embedding, "scale_grad_by_freq", True), "shared with Embedding 'embedding'"),
+        (lambda m: m.register_parameter("also", m.head.weight), "shared with LanguageModel"),
+        (lambda m: setattr(m.add_bag(), "weight", m.head.weight), "shared with EmbeddingBag 'bag'"),
+    ],
+)
+def test_a_weight_tied_to_an_embedding_in_a_way_that_one_block_cannot_hold_is_trained_by_sgd_with_a_reason(
+    change: Any, reason: str, caplog: pytest.LogCaptureFixture
+) -> None:
     model = LanguageModel()
+    change(model)
     with caplog.at_level(logging.WARNING, "tekfac"):
         optimizer = TEKFAC(model, lr=0.05, first_order_lr=0.25, momentum=0.5)
-    assert "'head.weight'" in caplog.text
-    assert "Embedding 'embedding'" in caplog.text
+    assert re.search(reason, caplog.text)
     start = model.head.weight.detach().clone()
     train(model, optimizer, token_batches(1), token_loss)
     assert set(statistics(optimizer)) == {"body"}

@@ -110,17 +110,35 @@ def test_the_clip_knows_the_rate_of_each_group() -> None:
     assert_close((bound["0.weight"] / free["0.weight"]).mean(), coefficient, rtol=1e-6)
 
 
-def test_the_clip_leaves_first_order_parameters_alone() -> None:
+@pytest.mark.parametrize("first_order", [[], [nn.BatchNorm2d]], ids=["no norm", "all norms"])
+def test_the_clip_leaves_first_order_parameters_alone(first_order: Any) -> None:
+    """And a norm that is preconditioned is clipped as other layers are."""
     steps = []
     for kl_clip in (None, 1e-9):
         model = cnn()
-        optimizer = EKFAC(model, lr=0.5, momentum=0.0, kl_clip=kl_clip, damping=DAMPING, seed=0)
+        optimizer = EKFAC(
+            model,
+            lr=0.5,
+            momentum=0.0,
+            kl_clip=kl_clip,
+            damping=DAMPING,
+            seed=0,
+            first_order=first_order,
+        )
         before = parameters(model)
         train(model, optimizer, images(1))
         steps.append({name: after - before[name] for name, after in parameters(model).items()})
     free, bound = steps
-    assert torch.equal(free["1.weight"], bound["1.weight"])
-    assert float(bound["0.weight"].norm()) < 1e-2 * float(free["0.weight"].norm())
+    clipped = {"0.weight", "0.bias", "4.weight", "4.bias"}
+    norms = {"1.weight", "1.bias"}
+    assert set(free) == clipped | norms
+    for name in norms if first_order else ():
+        assert torch.equal(free[name], bound[name])
+        assert float(free[name].norm()) > 0
+    coefficient = bound["4.weight"].norm() / free["4.weight"].norm()
+    assert float(coefficient) < 1e-2
+    for name in clipped if first_order else clipped | norms:
+        assert_close(bound[name], coefficient * free[name], rtol=1e-6)
 
 
 # -- momentum ------------------------------------------------------------------------------------------

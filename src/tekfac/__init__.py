@@ -1,7 +1,9 @@
 """Natural-gradient optimizers for PyTorch: KFAC, EKFAC, TKFAC and TEKFAC, and their Fisher approximations."""
 
 from tekfac import fisher
+from tekfac.explaining import explain
+from tekfac.kinds import register_layer
 from tekfac.optimizers import EKFAC, KFAC, TEKFAC, TKFAC
 from tekfac.version import __version__
 
-__all__ = ["EKFAC", "KFAC", "TEKFAC", "TKFAC", "__version__", "fisher"]
+__all__ = ["EKFAC", "KFAC", "TEKFAC", "TKFAC", "__version__", "explain", "fisher", "register_layer"]

@@ -23,11 +23,12 @@ from numbers import Real
 import torch
 from torch import Tensor
 
-from tekfac.eigenbasis import Eigenbasis, symmetric_eigen
+from tekfac import sides
+from tekfac.eigenbasis import Eigenbasis
 from tekfac.factors import KroneckerFactors
-from tekfac.layers import LayerShape
 from tekfac.precondition import precondition
 from tekfac.rescaling import product_of_eigenvalues
+from tekfac.shapes import LayerShape
 
 DENSE_LIMIT = 8192
 """Rows up to which a block is formed as a matrix without being asked twice: half a GB in float64."""
@@ -181,7 +182,7 @@ class Block(ABC):
     @property
     def matrix_shape(self) -> tuple[int, int]:
         """Of the gradient matrix: outputs (of all groups), inputs and bias."""
-        return self.shape.weight[0], self.shape.d_in
+        return self.shape.groups * self.shape.d_out, self.shape.d_in
 
     def _split(self, matrix: Tensor) -> Tensor:
         """[..., G * d_out, d_in] as [..., G, d_out, d_in]."""
@@ -254,8 +255,8 @@ class KroneckerBlock(Block):
         """The two factors, put together again from their eigenvectors and eigenvalues."""
         basis = self.basis
         return KroneckerFactors(
-            (basis.vectors_in * basis.values_in[:, None, :]) @ basis.vectors_in.mT,
-            (basis.vectors_out * basis.values_out[:, None, :]) @ basis.vectors_out.mT,
+            sides.recomposed(basis.vectors_in, basis.values_in),
+            sides.recomposed(basis.vectors_out, basis.values_out),
             basis.scale,
         )
 
@@ -331,7 +332,7 @@ class DenseBlock(Block):
 
     @cached_property
     def _eigen(self) -> tuple[Tensor, Tensor]:
-        return symmetric_eigen(self.matrices)
+        return sides.symmetric_eigen(self.matrices)
 
     @cached_property
     def _spectrum(self) -> Tensor:
@@ -391,7 +392,7 @@ class GramBlock(Block):
     @cached_property
     def _eigen(self) -> tuple[Tensor, Tensor]:
         """At most d_out * d_in eigenvalues of each group, [G, r], and eigenvectors of F, [G, d, r]; float64."""
-        values, vectors = symmetric_eigen(self.gram)
+        values, vectors = sides.symmetric_eigen(self.gram)
         rank = min(self.rows.shape[1:])
         values, vectors = values[:, -rank:], vectors[:, :, -rank:]
         significant = values > self.rows.shape[1] * torch.finfo(torch.float64).eps * values[:, -1:]

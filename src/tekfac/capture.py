@@ -30,12 +30,17 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.nn.utils.rnn import PackedSequence
 from torch.utils.hooks import RemovableHandle
 
-from tekfac.calls import Call, arrangements, layer_batch, samples_first
+from tekfac import compiled
+from tekfac.calls import Context, InseparableError, Share, arrangements, layer_batch, samples_first
+from tekfac.kinds.base import Application, LayerKind, Observed, RepetitionError, SimpleKind
+from tekfac.kinds.repeating import random_state
 from tekfac.layers import Layer
 from tekfac.likelihoods import Likelihood, Prediction
 from tekfac.outputs import OutputSelector, find_outputs
+from tekfac.padding import PaddingMask, real_positions
 from tekfac.rows import LayerBatch
 from tekfac.sampling import Sampling
 
@@ -44,8 +49,71 @@ logger = logging.getLogger("tekfac")
 FisherKind = Literal["sampled", "empirical", "exact"]
 FISHER_KINDS: tuple[FisherKind, ...] = ("sampled", "empirical", "exact")
 
+REENTRANT = (
+    "Curvature cannot be measured through checkpoint(..., use_reentrant=True), which allows no second look at "
+    "its graph. Use checkpoint(..., use_reentrant=False)."
+)
+
 LossReduction = Literal["mean", "batchmean", "sum"]
 LOSS_REDUCTIONS: tuple[LossReduction, ...] = ("mean", "batchmean", "sum")
+
+
+@dataclass(eq=False)
+class Watched:
+    """A module whose calls are noted.
+
+    Attributes:
+        module: the module.
+        kind: how it uses its parameters.
+        layers: those that its parts belong to, by the number of the part.
+        random_state: of the generators before its running call, where that is needed to repeat it.
+    """
+
+    module: nn.Module
+    kind: LayerKind
+    layers: dict[int, Layer]
+    random_state: Any = None
+
+    @property
+    def name(self) -> str:
+        """Of its first layer."""
+        return next(iter(self.layers.values())).name
+
+    @property
+    def is_trained(self) -> bool:
+        """Whether some layer's weight is, and is that of the module now (not another tensor in its place)."""
+        parts = self.kind.parts(self.module)
+        return any(
+            layer.weight.requires_grad and _tensor_at(self.module, parts[index].weight) is layer.weight
+            for index, layer in self.layers.items()
+        )
+
+
+@dataclass
+class Call:
+    """One call of a module in a forward pass.
+
+    Attributes:
+        watched: whose call it is.
+        kept: what its kind wanted to keep of the arguments.
+        versions: of the kept tensors, to notice a change in place.
+        edges: where the gradients of its outputs pass; of an output that the model's own outputs come from at
+            once the number only, and None for one without gradient.
+        outputs: their values, where the call is to be repeated.
+        random_state: of the generators before the call.
+        gradients: of the outputs, for every back-propagated vector.
+        probe: the gradients of the outputs that a single sample of the model's outputs causes; only taken where
+            shapes alone do not tell which axis holds the samples.
+    """
+
+    watched: Watched
+    kept: dict[str, Any]
+    versions: list[int]
+    edges: list[GradientEdge | int | None]
+    outputs: tuple[Tensor, ...] = ()
+    random_state: Any = None
+    gradients: list[list[Tensor | None]] = field(default_factory=list)
+    probe: list[Tensor | None] | None = None
 
 
 @dataclass
@@ -53,11 +121,13 @@ class Window:
     """One forward pass of the model.
 
     Attributes:
-        calls: of its layers.
+        calls: of its layers' modules.
+        padding: which positions are real, [N, T], where the model was told.
         used: whether a backward pass has come by.
     """
 
     calls: list[Call] = field(default_factory=list)
+    padding: Tensor | None = None
     used: bool = False
 
 
@@ -65,7 +135,7 @@ class Capture:
     """Watches a model and delivers, for each layer, what its curvature is measured from.
 
     Attributes:
-        armed: whether forward passes are noted. Off, a hook costs one look at this flag.
+        layers: whose modules are watched.
         batches: what was captured since the last `clear`, by layer name, one entry per forward pass.
         problems: what kept a forward pass from being captured, in words.
         sampling: the generator of drawn labels.
@@ -76,6 +146,7 @@ class Capture:
         samples: their samples, but for passes in which no term counts.
         outputs: the predictions of the last forward pass; kept only where not only training is watched.
         seconds: what measuring in backward passes has taken so far, by the clock of the host.
+        before_pass: called when a watched forward pass begins; may change what is watched.
 
     An optimizer watches forward passes in training mode whose backward pass leads to parameters. With
     `only_training=False` the mode does not matter, and a backward pass that ends at the outputs will do.
@@ -94,10 +165,12 @@ class Capture:
         loss_reduction: LossReduction = "mean",
         batch_dim: int = 0,
         outputs: OutputSelector | None = None,
+        padding_mask: PaddingMask | None = None,
+        grad_scaler: torch.amp.GradScaler | None = None,
         seed: int = 0,
         only_training: bool = True,
     ) -> None:
-        self.armed = False
+        self.layers = list(layers)
         self.batches: dict[str, list[LayerBatch]] = {}
         self.problems: list[str] = []
         self.sampling = Sampling(seed)
@@ -105,30 +178,81 @@ class Capture:
         self.passes = self.terms = self.samples = 0
         self.outputs: Tensor | None = None
         self.seconds = 0.0
+        self.before_pass: Callable[[], None] | None = None
+        self._model = weakref.ref(model)
         self._likelihood = likelihood
         self._fisher = fisher
         self._loss_reduction = loss_reduction
         self._batch_dim = batch_dim
         self._select = outputs or find_outputs
+        self._padding_mask = padding_mask
+        self._grad_scaler = grad_scaler
         self._only_training = only_training
+        self._armed = False
+        self._share = self._new_share()
+        self._accumulated = True
+        self._without_gradient: set[nn.Module] = set()
         self._window: Window | None = None
         self._depth = 0
         self._probed: set[str] = set()
         self._warned: set[str] = set()
-        handles = [
-            module.register_forward_hook(_Hook(self, "_note_call", layer), with_kwargs=True, prepend=True)
-            for layer in layers
-            for module in layer.modules
-        ]
-        handles.append(model.register_forward_pre_hook(_Hook(self, "_open_window")))
-        handles.append(model.register_forward_hook(_Hook(self, "_close_window"), always_call=True))
-        self._remove_hooks = weakref.finalize(self, _remove, handles)
+        self._handles: list[RemovableHandle | compiled.Handle] = []
+        self._remove_hooks = weakref.finalize(self, _remove, self._handles)
+
+    @property
+    def armed(self) -> bool:
+        """Whether forward passes are noted. Hooks are on the model only as long."""
+        return self._armed
+
+    @armed.setter
+    def armed(self, armed: bool) -> None:
+        if armed == self._armed:
+            return
+        self._armed = armed
+        if armed:
+            self._register_hooks()
+        else:
+            _remove(self._handles)
+
+    def watch(self, layers: Iterable[Layer]) -> None:
+        """Watch other layers from now on; what was captured of the ones before is dropped."""
+        armed, self.armed = self.armed, False
+        self.roll_back()
+        self.layers = list(layers)
+        self.armed = armed
+
+    def _register_hooks(self) -> None:
+        model = self._model()
+        if model is None:
+            return
+        by_module: dict[nn.Module, Watched] = {}
+        for layer in self.layers:
+            for use in layer.uses:
+                watched = by_module.setdefault(use.module, Watched(use.module, use.kind, {}))
+                watched.layers[use.part] = layer
+        for module, watched in by_module.items():
+            note = _Hook(self, "_note_call", watched)
+            self._handles.append(module.register_forward_hook(note, with_kwargs=True, prepend=True))
+            if watched.kind.repeats(module):
+                self._handles.append(
+                    module.register_forward_pre_hook(_Hook(self, "_note_random_state", watched))
+                )
+        self._handles.append(model.register_forward_pre_hook(_Hook(self, "_open_window"), with_kwargs=True))
+        self._handles.append(model.register_forward_hook(_Hook(self, "_close_window"), always_call=True))
+        self._handles.append(compiled.run_eagerly())
+
+    def _new_share(self) -> Share:
+        """Gradients of a mean loss are shares of the whole step's; those that are drawn are whole ones."""
+        is_mean = self._fisher == "empirical" and self._loss_reduction != "sum"
+        return Share(0 if is_mean else None)
 
     def clear(self) -> None:
         """Let go of what was captured."""
         self.batches, self.problems = {}, []
         self.passes = self.terms = self.samples = 0
         self.outputs = None
+        self._share = self._new_share()
+        self._accumulated = True
         self.sampling.keep()
 
     def roll_back(self) -> None:
@@ -137,36 +261,63 @@ class Capture:
         self.clear()
 
     def remove_hooks(self) -> None:
-        """Stop watching the model for good."""
-        self._remove_hooks()
+        """Stop watching the model."""
+        self.armed = False
 
     # -- the forward pass ------------------------------------------------------------------------------
 
-    def _open_window(self, model: nn.Module, args: tuple[Any, ...]) -> None:
+    def _open_window(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if self._depth == 0:
-            watched = model.training or not self._only_training
-            self._window = Window() if watched and _records_gradients() else None
+            watched = (model.training or not self._only_training) and _records_gradients()
+            self._window = Window() if watched else None
+            self._without_gradient.clear()
+            if self._window is not None:
+                self._window.padding = real_positions(model, self._padding_mask, args, kwargs)
+                self.drop_what_was_zeroed()
+                if self.before_pass is not None:
+                    self.before_pass()
         self._depth += 1
+
+    def drop_what_was_zeroed(self) -> None:
+        """Roll back passes whose gradients are gone: model.zero_grad() was called and no step was taken."""
+        if not (self.batches or self.problems) or not self._only_training or not self._accumulated:
+            return
+        gradients = (parameter.grad for layer in self.layers for parameter in layer.parameters)
+        if all(gradient is None or not bool(gradient.any()) for gradient in gradients):
+            self.roll_back()
+
+    def _note_random_state(self, watched: Watched, module: nn.Module, args: tuple[Any, ...]) -> None:
+        if self._window is not None and watched.kind.is_random(module):
+            watched.random_state = random_state(next(module.parameters()).device)
 
     def _note_call(
         self,
-        layer: Layer,
+        watched: Watched,
         module: nn.Module,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
-        output: Any,
+        returned: Any,
     ) -> None:
-        window = self._window
-        if window is None or not _records_gradients():
+        window, state = self._window, watched.random_state
+        watched.random_state = None
+        is_in_backward = torch._C._current_autograd_node() is not None
+        if window is None and is_in_backward and module in self._without_gradient:
+            raise RuntimeError(REENTRANT)  # it ran without gradients, and backward() runs it again
+        if window is None:
             return
-        if self._only_training and not module.training:
+        if not _records_gradients():
+            self._without_gradient.add(module)
             return
-        if not output.requires_grad or not layer.weight.requires_grad:
+        outputs = watched.kind.outputs(returned)
+        if not any(output.requires_grad for output in outputs) or not watched.is_trained:
             return
-        inputs = args[0] if args else kwargs["input"]
-        # Data may be overwritten by the user before step(); what autograd has saved may not.
-        kept = inputs.detach() if inputs.requires_grad else inputs.clone()
-        window.calls.append(Call(layer, module, kept, get_gradient_edge(output), kept._version))
+        kept = _snapshot(watched.kind.keep(module, args, kwargs))
+        edges = [get_gradient_edge(output) if output.requires_grad else None for output in outputs]
+        values = tuple(o.detach().clone() for o in outputs) if watched.kind.repeats(module) else ()
+        versions = [tensor._version for tensor in _tensors(kept)]
+        window.calls.append(Call(watched, kept, versions, list(edges), values, state))
+        if window.padding is None and self._padding_mask is None:
+            window.padding = watched.kind.real_positions(kept)
 
     def _close_window(self, model: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         self._depth = max(0, self._depth - 1)
@@ -180,34 +331,45 @@ class Capture:
         self._likelihood.check(outputs)
         if not self._only_training:
             self.outputs = outputs
-        node = outputs.grad_fn
+        node, output_nr = _made_by(outputs)
         if node is None or outputs.numel() == 0:
             return
         # What was called after the outputs were made gets nothing from them, and must not be owned here.
-        window.calls = [call for call in window.calls if _age(call) <= node._sequence_nr()]
         for call in window.calls:
-            if call.edge is not None and call.edge.node is node:
-                call.edge = None
-        capture, output_nr, values = weakref.ref(self), outputs.output_nr, outputs.detach().clone()
+            call.edges = [_edge_below(node, edge) for edge in call.edges]
+        window.calls = [call for call in window.calls if any(edge is not None for edge in call.edges)]
+        capture, values = weakref.ref(self), outputs.detach().clone()
 
-        def at_outputs(gradient: Tensor) -> None:
+        def at_outputs(gradient: Tensor | None) -> None:
             owner = capture()
-            if owner is None or Capture._sending or window.used:
+            if owner is None or Capture._sending or window.used or gradient is None:
                 return
-            if owner._only_training and not _trains(window.calls):
+            accumulates = _accumulates(window.calls)
+            if owner._only_training and accumulates is False:
                 return
+            owner._accumulated &= accumulates is not None
             node = torch._C._current_autograd_node()
             calls, window.calls, window.used = window.calls, [], True
             start = time.perf_counter()
-            owner._receive(GradientEdge(node, output_nr), values, gradient, calls)
+            outputs = values.to(gradient.dtype)
+            with torch.autocast(gradient.device.type, enabled=False):  # backward() may be called inside of one
+                owner._receive(GradientEdge(node, output_nr), outputs, gradient, calls, window.padding)
             owner.seconds += time.perf_counter() - start
 
-        outputs.register_hook(at_outputs)  # type: ignore[no-untyped-call]
+        if node is outputs.grad_fn:
+            outputs.register_hook(at_outputs)  # type: ignore[no-untyped-call]
+        else:
+            node.register_prehook(lambda gradients: at_outputs(gradients[output_nr]))
 
     # -- the backward pass -----------------------------------------------------------------------------
 
     def _receive(
-        self, outputs_edge: GradientEdge, outputs: Tensor, gradient: Tensor, calls: list[Call]
+        self,
+        outputs_edge: GradientEdge,
+        outputs: Tensor,
+        gradient: Tensor,
+        calls: list[Call],
+        padding: Tensor | None,
     ) -> None:
         """Send the Fisher's vectors down from the outputs and keep what arrives at the layers."""
         unusable = outputs.isnan() | (outputs == torch.inf)  # a class masked by -inf is fine
@@ -224,21 +386,25 @@ class Capture:
         self.passes += 1
         self.terms += num_terms
         self.samples += len(outputs) if num_terms else 0
+        if self._share.terms is not None:
+            self._share.terms += num_terms
+        if self._fisher == "empirical" and self._grad_scaler is not None:
+            self._share.loss_scale = self._grad_scaler.get_scale()
         if not calls and self._fisher == "sampled" and num_terms:
             prediction.sample(self.sampling.generator_on(outputs.device))  # later draws are as with more layers
         if not num_terms or not calls:
             return
 
-        def send(vector: Tensor) -> list[Tensor | None]:
+        def send(vector: Tensor) -> list[list[Tensor | None]]:
             return _send(outputs_edge, vector.movedim(0, self._batch_dim), calls)
 
         # The last sample, since in a causal model with samples and positions mixed up it reaches most rows.
         probed_sample = int(prediction.counted.any(dim=1).nonzero()[-1])
         Capture._sending = True
         try:
-            for vector in self._vectors(prediction, gradient, num_terms, outputs.device):
+            for vector in self._vectors(prediction, gradient, outputs.device):
                 for call, arrived in zip(calls, send(vector), strict=True):
-                    if arrived is not None:
+                    if any(part is not None for part in arrived):
                         call.gradients.append(arrived)
             if self._samples_are_unclear(calls, outputs):
                 probe = torch.zeros_like(gradient)
@@ -247,34 +413,49 @@ class Capture:
                     call.probe = arrived
         finally:
             Capture._sending = False
-        self._keep(calls, prediction, num_terms, probed_sample)
+        sampled = self._fisher == "sampled"
+        self._keep(calls, Context(num_terms, prediction.counted, padding, sampled, probed_sample, self._share))
 
-    def _keep(self, calls: Sequence[Call], prediction: Prediction, num_terms: int, probed_sample: int) -> None:
-        """Join the calls of each layer to a batch."""
-        num_samples = len(prediction.counted)
-        by_layer: dict[str, list[Call]] = {}
+    def _keep(self, calls: Sequence[Call], context: Context) -> None:
+        """Join the applications of each layer's parameters to a batch."""
+        by_layer: dict[str, list[Application]] = {}
+        layers: dict[str, Layer] = {}
         for call in calls:
-            if call.inputs._version != call.version:
-                self._warn_once(
-                    f"the input of layer {call.layer.name!r} was changed in place after the layer was called "
-                    "(inside a checkpointed segment?), so its statistics are left out"
-                )
-            elif call.gradients:
-                arranged = samples_first(call, num_samples, probed_sample)
-                by_layer.setdefault(call.layer.name, []).append(arranged)
-        for name, layer_calls in by_layer.items():
-            batch, doubt = layer_batch(
-                layer_calls,
-                num_samples,
-                num_terms,
-                prediction.counted,
-                any_coarser=self._fisher == "sampled",
-                probed_sample=probed_sample,
-            )
+            for application in self._applications(call):
+                layer = call.watched.layers.get(application.part)
+                if layer is None or not application.gradients:
+                    continue
+                layers[layer.name] = layer
+                by_layer.setdefault(layer.name, []).append(samples_first(application, context))
+        for name, applications in by_layer.items():
+            try:
+                batch, doubt = layer_batch(layers[name], applications, context)
+            except InseparableError as error:
+                self._warn_once(f"the statistics of a layer are left out: {error}")
+                continue
             if doubt is not None:
                 self._warn_once(doubt)
             self._probed.add(name)
             self.batches.setdefault(name, []).append(batch)
+
+    def _applications(self, call: Call) -> list[Application]:
+        """What a call did with the module's parameters; none, and a word in the log, if that cannot be told."""
+        watched = call.watched
+        if [tensor._version for tensor in _tensors(call.kept)] != call.versions:
+            self._warn_once(
+                f"the input of layer {watched.name!r} was changed in place after the layer was called "
+                "(inside a checkpointed segment?), so its statistics are left out"
+            )
+            return []
+        if not call.gradients:
+            return []
+        dtype = next(iter(watched.layers.values())).dtype
+        observed = Observed(call.kept, call.gradients, call.probe, call.outputs, dtype, call.random_state)
+        try:
+            return watched.kind.applications(watched.module, observed)
+        except RepetitionError as error:
+            self._warn_once(f"the statistics of layer {watched.name!r} are left out: {error}")
+            return []
 
     def _samples_are_unclear(self, calls: Sequence[Call], outputs: Tensor) -> bool:
         """Whether shapes leave open which rows are whose.
@@ -282,10 +463,10 @@ class Capture:
         So they do where a layer was called more than once or its input can be arranged in several ways and,
         for a layer seen for the first time, where the outputs have more than one axis beside the classes.
         """
-        names = [call.layer.name for call in calls]
+        names = [layer.name for call in calls for layer in call.watched.layers.values()]
         if len(set(names)) < len(names) or (outputs.ndim > 2 and not self._probed.issuperset(names)):
             return True
-        return any(len(arrangements(call, len(outputs))) > 1 for call in calls)
+        return any(_is_unclear(call, len(outputs)) for call in calls)
 
     def _num_terms(self, prediction: Prediction) -> int:
         """M, the number of summands that the Fisher is divided by."""
@@ -293,16 +474,14 @@ class Capture:
             return int(prediction.counted.sum())
         return int(prediction.counted.any(dim=1).sum())
 
-    def _vectors(
-        self, prediction: Prediction, gradient: Tensor, num_terms: int, device: torch.device
-    ) -> Iterator[Tensor]:
+    def _vectors(self, prediction: Prediction, gradient: Tensor, device: torch.device) -> Iterator[Tensor]:
         """The vectors, shaped like the outputs, that are back-propagated one by one."""
         if self._fisher == "sampled":
             yield prediction.sample(self.sampling.generator_on(device))
         elif self._fisher == "exact":
             yield from prediction.columns()
         else:
-            yield gradient if self._loss_reduction == "sum" else gradient * num_terms
+            yield gradient
 
     def _warn_once(self, message: str) -> None:
         if message not in self._warned:
@@ -315,38 +494,110 @@ def _records_gradients() -> bool:
     return torch.is_grad_enabled() and torch._C._functorch.peek_interpreter_stack() is None
 
 
-def _trains(calls: Sequence[Call]) -> bool:
-    """Whether the running backward pass leads to a gradient of some layer's weight.
+def _made_by(outputs: Tensor) -> tuple[Any, int]:
+    """The graph node that made the outputs, and which of its results they are.
 
-    Adversarial examples and gradient penalties differentiate by inputs alone: nothing to measure there.
+    A mere change of precision is passed over: a wrapper for mixed precision may return a copy in float32 while
+    the loss was taken of the original.
     """
+    node, output_nr = outputs.grad_fn, outputs.output_nr
+    while node is not None and node.name() == "ToCopyBackward0":
+        node, output_nr = node.next_functions[0]
+    return node, output_nr
+
+
+def _accumulates(calls: Sequence[Call]) -> bool | None:
+    """Whether the running backward pass adds to the gradient of some layer's weight.
+
+    Adversarial examples and gradient penalties differentiate by inputs alone: nothing to measure there. None
+    for autograd.grad(loss, parameters), which collects gradients in another way.
+    """
+    weights = (layer.weight for call in calls for layer in call.watched.layers.values())
     try:
         return any(
-            torch._C._will_engine_execute_node(get_gradient_edge(call.layer.weight).node) for call in calls
+            torch._C._will_engine_execute_node(get_gradient_edge(weight).node)
+            for weight in weights
+            if weight.requires_grad
         )
-    except RuntimeError:  # autograd.grad(loss, parameters) collects its gradients in another way
-        return True
+    except RuntimeError:
+        return None
 
 
-def _send(outputs_edge: GradientEdge, vector: Tensor, calls: Sequence[Call]) -> list[Tensor | None]:
-    """Back-propagate one vector from the outputs; what arrives at each call's output."""
-    edges = [outputs_edge if call.edge is None else call.edge for call in calls]
+def _send(outputs_edge: GradientEdge, vector: Tensor, calls: Sequence[Call]) -> list[list[Tensor | None]]:
+    """Back-propagate one vector from the outputs; what arrives at each call's outputs."""
+    edges = [
+        GradientEdge(outputs_edge.node, edge) if isinstance(edge, int) else edge
+        for call in calls
+        for edge in call.edges
+        if edge is not None
+    ]
     try:
         arrived = torch.autograd.grad([outputs_edge], edges, [vector], retain_graph=True, allow_unused=True)
     except RuntimeError as error:
         if "use_reentrant" not in str(error):
             raise
-        raise RuntimeError(
-            "Curvature cannot be measured through checkpoint(..., use_reentrant=True), which allows no second "
-            "look at its graph. Use checkpoint(..., use_reentrant=False)."
-        ) from error
-    return [None if gradient is None else gradient.detach() for gradient in arrived]
+        raise RuntimeError(REENTRANT) from error
+    gradients = iter(arrived)
+
+    def next_one(edge: GradientEdge | int | None) -> Tensor | None:
+        gradient = None if edge is None else next(gradients)
+        return None if gradient is None else gradient.detach()
+
+    return [[next_one(edge) for edge in call.edges] for call in calls]
 
 
-def _age(call: Call) -> int:
-    """When, in the order of creation, the call's graph node was made."""
-    assert call.edge is not None
-    return call.edge.node._sequence_nr()
+def _edge_below(node: Any, edge: GradientEdge | int | None) -> GradientEdge | int | None:
+    """The edge, if the model's outputs, which this node made, can reach it; only its number if it is theirs.
+
+    What was called after the outputs were made gets nothing from them, and their own node must not be owned.
+    """
+    if edge is None or isinstance(edge, int) or edge.node._sequence_nr() > node._sequence_nr():
+        return None
+    return edge.output_nr if edge.node is node else edge
+
+
+def _is_unclear(call: Call, num_samples: int) -> bool:
+    """Whether the shape of a call leaves open which axis holds the samples."""
+    kind, module = call.watched.kind, call.watched.module
+    known = kind.num_samples(module, call.kept)
+    if known is not None:
+        return known != num_samples
+    if not isinstance(kind, SimpleKind):
+        return True
+    return len(arrangements(kind.form(module), call.kept["input"], num_samples)) > 1
+
+
+def _tensor_at(module: nn.Module, name: str) -> Any:
+    path, _, own = name.rpartition(".")
+    return getattr(module.get_submodule(path), own, None)
+
+
+def _snapshot(value: Any) -> Any:
+    """Arguments of a call, safe from later changes.
+
+    Data may be overwritten by the user before step(); what autograd has saved may not.
+    """
+    if isinstance(value, Tensor):
+        return value.detach() if value.requires_grad else value.clone()
+    if isinstance(value, PackedSequence):
+        return value._replace(data=_snapshot(value.data))
+    if isinstance(value, tuple | list):
+        return type(value)([_snapshot(part) for part in value])
+    if isinstance(value, dict):
+        return {key: _snapshot(part) for key, part in value.items()}
+    return value
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    """The tensors in a snapshot."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, dict):
+        yield from (tensor for part in value.values() for tensor in _tensors(part))
+    elif isinstance(value, PackedSequence):
+        yield value.data
+    elif isinstance(value, tuple | list):
+        yield from (tensor for part in value for tensor in _tensors(part))
 
 
 class _Hook:
@@ -382,6 +633,6 @@ def _make_inert() -> Callable[..., None]:
     return _inert
 
 
-def _remove(handles: Sequence[RemovableHandle]) -> None:
-    for handle in handles:
-        handle.remove()
+def _remove(handles: list[RemovableHandle | compiled.Handle]) -> None:
+    while handles:
+        handles.pop().remove()

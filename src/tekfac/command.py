@@ -10,6 +10,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
+from tekfac import explaining_command
 from tekfac.checks import nearest
 from tekfac.fisher import command as fisher_command
 from tekfac.lab import command as lab_command
@@ -37,6 +38,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
     lab_command.add_to(commands)
     fisher_command.add_to(commands)
+    explaining_command.add_to(commands)
     options = parser.parse_args(arguments)
     options.command_line = shlex.join(["tekfac", *(sys.argv[1:] if arguments is None else arguments)])
     for stream in (sys.stdout, sys.stderr):

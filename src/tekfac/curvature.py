@@ -9,10 +9,11 @@ import torch
 from torch import Tensor
 
 from tekfac.averages import Average
-from tekfac.eigenbasis import DecompositionError, Eigenbasis, decompose, standard_basis
+from tekfac.eigenbasis import Eigenbasis, decompose, standard_basis
 from tekfac.factors import FactorRule, Moments
 from tekfac.rescaling import RescalingRule, product_of_eigenvalues, rotated, second_moments
 from tekfac.rows import LayerBatch
+from tekfac.sides import DecompositionError
 
 
 class NonFiniteStatisticsError(ArithmeticError):

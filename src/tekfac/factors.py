@@ -23,6 +23,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from tekfac import sides
 from tekfac.rows import LayerBatch, Rows, samples_within
 
 
@@ -30,8 +31,8 @@ class Moments(NamedTuple):
     """Second moments of one layer, in the form that is averaged over steps.
 
     Attributes:
-        input: [G, d_in, d_in].
-        output: [G, d_out, d_out].
+        input: [G, d_in, d_in], or in the cheaper form of a large side (see sides.py).
+        output: [G, d_out, d_out], likewise.
         scale: [G]; the common trace sigma for trace-restricted moments, 1 for plain ones.
     """
 
@@ -44,8 +45,8 @@ class KroneckerFactors(NamedTuple):
     """F is approximated by scale * input (x) output.
 
     Attributes:
-        input: A or Phi, [G, d_in, d_in].
-        output: U or Psi, [G, d_out, d_out].
+        input: A or Phi, [G, d_in, d_in], or in the cheaper form of a large side (see sides.py).
+        output: U or Psi, [G, d_out, d_out], likewise.
         scale: sigma, [G].
     """
 
@@ -58,7 +59,7 @@ class MomentSums(NamedTuple):
     """Sums over samples, and what the input sum is to be divided by.
 
     The output sum is always divided by the number of loss terms. `input_count` is None where the input
-    sum is, too.
+    sum is, too; both sums then have the same trace.
     """
 
     input: Tensor
@@ -100,15 +101,30 @@ class FactorRule:
         total: MomentSums | None = None
         for batch in batches:
             for rows in batch.chunks(_chunk_size(batch, memory_budget)):
-                sums = self.sharings[sharing](rows)
+                sums = self._measured(rows, sharing)
                 total = sums if total is None else total.plus(sums)
         assert total is not None, "sums() needs at least one batch"
         return total
 
+    def _measured(self, rows: Rows, sharing: str) -> MomentSums:
+        """The sums of a chunk.
+
+        Rows of unlike uses cannot be averaged with one another: unless the exact factors are asked for, each is
+        weighted by its partner, whatever the factors.
+        """
+        measure = restricted_expand if rows.unlike and sharing != "exact" else self.sharings[sharing]
+        sums = measure(rows)
+        return sums if rows.tokens is None else sums._replace(input=rows.tokens.spread(sums.input, dim=1))
+
     def moments(self, sums: MomentSums, num_terms: int) -> Moments:
         """The moments that sums over samples with so many loss terms stand for."""
-        input_moment = sums.input / (num_terms if sums.input_count is None else sums.input_count)
-        traces = trace(input_moment)
+        if sums.input_count is None:
+            input_moment = sums.input / num_terms
+            if not self.trace_restricted:
+                input_moment = sides.unit_trace(input_moment)
+        else:
+            input_moment = sums.input / sums.input_count.reshape(-1, 1, 1)
+        traces = sides.trace(input_moment)
         scale = traces if self.trace_restricted else torch.ones_like(traces)
         return Moments(input_moment, sums.output / num_terms, scale)
 
@@ -116,24 +132,13 @@ class FactorRule:
         """The factors that the (averaged) moments stand for."""
         if not self.trace_restricted:
             return KroneckerFactors(*moments)
-        return KroneckerFactors(unit_trace(moments.input), unit_trace(moments.output), moments.scale)
+        return KroneckerFactors(
+            sides.unit_trace(moments.input), sides.unit_trace(moments.output), moments.scale
+        )
 
     def normalised(self, moments: Moments) -> Moments:
         """Moments as the paper averages them (Eqs. etkfac7, etkfac8): Phi, Psi and sigma themselves."""
         return Moments(*self.read(moments))
-
-
-def trace(matrix: Tensor) -> Tensor:
-    """Traces over the last two axes, [..., d, d] -> [...]."""
-    return matrix.diagonal(dim1=-2, dim2=-1).sum(-1)
-
-
-def unit_trace(matrix: Tensor) -> Tensor:
-    """The matrices divided by their traces; I / d where a trace is 0 (a layer no gradient reaches)."""
-    traces = trace(matrix)[..., None, None]
-    size = matrix.shape[-1]
-    flat = torch.eye(size, dtype=matrix.dtype, device=matrix.device) / size
-    return torch.where(traces > 0, matrix / traces.clamp_min(torch.finfo(matrix.dtype).tiny), flat)
 
 
 def _chunk_size(batch: LayerBatch, memory_budget: int) -> int:
@@ -155,13 +160,9 @@ def plain_expand(rows: Rows) -> MomentSums:
         weighted = a
         count = a.new_tensor(a.shape[1] * a.shape[2])
     else:
-        weighted = a * counted[None, :, :, None].to(a.dtype)
-        count = counted.sum().to(a.dtype)
-    return MomentSums(
-        torch.einsum("gnti,gntj->gij", weighted, a),
-        torch.einsum("kgnto,kgntp->gop", rows.u, rows.u),
-        count,
-    )
+        weighted = a * counted[..., None].to(a.dtype)
+        count = counted.sum(dim=(1, 2)).to(a.dtype)
+    return MomentSums(rows.input_moment(weighted, a), rows.output_moment(rows.u, rows.u), count)
 
 
 def plain_reduce(rows: Rows) -> MomentSums:
@@ -170,9 +171,9 @@ def plain_reduce(rows: Rows) -> MomentSums:
     if rows.counted is None:
         count = a.new_tensor(a.shape[1])
     else:
-        present = rows.counted.any(dim=1).to(a.dtype)
-        a, count = a * present[None, :, None], present.sum()
-    return MomentSums(torch.einsum("gni,gnj->gij", a, a), torch.einsum("kgno,kgnp->gop", u, u), count)
+        present = rows.counted.any(dim=2).to(a.dtype)
+        a, count = a * present[..., None, None], present.sum(dim=1)
+    return MomentSums(rows.input_moment(a, a), rows.output_moment(u, u), count)
 
 
 # -- trace-restricted ----------------------------------------------------------------------------------
@@ -210,53 +211,45 @@ def exact_by_grams(rows: Rows) -> MomentSums:
     gram_of_gradients = torch.einsum("kgnto,kgnso->gnts", u, u)
     weighted_a = torch.einsum("gnts,gnsi->gnti", gram_of_gradients, a)
     weighted_u = torch.einsum("gnts,kgnso->kgnto", gram_of_inputs, u)
-    return MomentSums(
-        torch.einsum("gnti,gntj->gij", a, weighted_a),
-        torch.einsum("kgnto,kgntp->gop", u, weighted_u),
-        None,
-    )
+    return MomentSums(rows.input_moment(a, weighted_a), rows.output_moment(u, weighted_u), None)
 
 
 def exact_by_gradients(rows: Rows) -> MomentSums:
     """sum G^T G and sum G G^T, from the per-sample gradients themselves."""
-    gradients = rows.per_sample_gradients()
-    return MomentSums(
-        torch.einsum("kgnoi,kgnoj->gij", gradients, gradients),
-        torch.einsum("kgnoi,kgnpi->gop", gradients, gradients),
-        None,
-    )
+    gradients = rows.gradients()  # [K, G, N, d_out, d_in]
+    turned = gradients.mT
+    return MomentSums(rows.input_moment(gradients, gradients), rows.output_moment(turned, turned), None)
 
 
 def restricted_expand(rows: Rows) -> MomentSums:
     """Positions as samples: sum |u_t|^2 a_t a_t^T and sum |a_t|^2 u_t u_t^T."""
-    return _weighted_by_partner(rows.a, rows.u)
+    return _weighted_by_partner(rows, rows.a, rows.u)
 
 
 def restricted_reduce(rows: Rows) -> MomentSums:
     """One row per sample: sum |u|^2 a a^T and sum |a|^2 u u^T of the mean input, summed gradient."""
-    a, u = _reduced(rows)
-    return _weighted_by_partner(a.unsqueeze(2), u.unsqueeze(3))
+    return _weighted_by_partner(rows, *_reduced(rows))
 
 
-def _weighted_by_partner(a: Tensor, u: Tensor) -> MomentSums:
+def _weighted_by_partner(rows: Rows, a: Tensor, u: Tensor) -> MomentSums:
     norms_of_u = u.square().sum(dim=(0, -1))  # [G, N, T]
     norms_of_a = a.square().sum(dim=-1)  # [G, N, T]
     return MomentSums(
-        torch.einsum("gnti,gntj->gij", a * norms_of_u[..., None], a),
-        torch.einsum("kgnto,kgntp->gop", u * norms_of_a[None, ..., None], u),
+        rows.input_moment(a * norms_of_u[..., None], a),
+        rows.output_moment(u * norms_of_a[None, ..., None], u),
         None,
     )
 
 
 def _reduced(rows: Rows) -> tuple[Tensor, Tensor]:
-    """Mean input [G, N, d_in] over the counted positions, summed output gradient [K, G, N, d_out]."""
+    """Mean input [G, N, 1, d_in] over the counted positions, summed output gradient [K, G, N, 1, d_out]."""
     if rows.counted is None:
-        mean_input = rows.a.mean(dim=2)
+        mean_input = rows.a.mean(dim=2, keepdim=True)
     else:
-        weight = rows.counted.to(rows.a.dtype)
-        weight = weight / weight.sum(dim=1, keepdim=True).clamp_min(1)
-        mean_input = torch.einsum("gnti,nt->gni", rows.a, weight)
-    return mean_input, rows.u.sum(dim=3)
+        weight = rows.counted.to(rows.a.dtype).expand(rows.a.shape[:-1])
+        weight = weight / weight.sum(dim=2, keepdim=True).clamp_min(1)
+        mean_input = torch.einsum("gnti,gnt->gni", rows.a, weight)[:, :, None]
+    return mean_input, rows.u.sum(dim=3, keepdim=True)
 
 
 # -- the two rules -------------------------------------------------------------------------------------

@@ -1,158 +1,32 @@
-"""Which parameter belongs to which layer and param group, and why one is left to first order."""
+"""Which parameter belongs to which param group."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
 from typing import Any
 
 from torch import nn
-from torch.nn.parameter import UninitializedParameter
 
-from tekfac.layers import SUPPORTED, Layer, computes_like_its_base
+from tekfac.kinds.registry import NORMS
+from tekfac.layers import Layer
 
-ON_REQUEST = "left to first order on request"
+ALL_NORMS = "all norms"
+"""Stands for all normalisation layers."""
 
-
-@dataclass
-class Inventory:
-    """What was found in a model.
-
-    Attributes:
-        layers: the layers to precondition, by name.
-        reasons: parameters of supported layers that are left to first order, with the reason.
-    """
-
-    layers: dict[str, Layer] = field(default_factory=dict)
-    reasons: dict[str, str] = field(default_factory=dict)
+Selected = str | nn.Module | nn.Parameter | type[nn.Module]
+"""What may stand for parameters: a name of one or of a module, a module, a type of modules, a parameter."""
 
 
-def take_inventory(model: nn.Module, left_to_first_order: Iterable[nn.Parameter]) -> Inventory:
-    """Find the layers of a model.
-
-    Modules that share weight and bias become one layer. A weight that is also used in another way (by a
-    module of another kind, or with another bias) cannot be preconditioned rightly from what its modules
-    see, and is left to first order.
-
-    Raises:
-        ValueError: for a lazy layer that has not seen data yet.
-    """
-    inventory = Inventory()
-    requested = set(left_to_first_order)
-    users = _users(model)
-    done: set[nn.Parameter] = set()
-    for name, module in model.named_modules():
-        if not isinstance(module, SUPPORTED):
-            continue
-        weight = module._parameters.get("weight")
-        if isinstance(weight, UninitializedParameter):
-            raise ValueError(
-                f"Layer {name!r} is a lazy {type(module).__name__} that has not seen data yet. Run one "
-                "forward pass before making the optimizer."
-            )
-        if weight is None:
-            for parameter_name, _ in module.named_parameters(name):
-                inventory.reasons[parameter_name] = f"the weight of {name!r} is parametrized"
-            continue
-        if weight in done:
-            continue
-        done.add(weight)
-        prefix = f"{name}." if name else ""
-        reason = _reason(model, name, module, weight, users, requested)
-        if reason is not None:
-            inventory.reasons[f"{prefix}weight"] = reason
-            continue
-        modules = tuple(user for user, _ in users[weight])
-        bias = module._parameters.get("bias")
-        if bias is not None:
-            reason = _bias_reason(bias, weight, users, requested)
-            if reason is not None:
-                inventory.reasons[f"{prefix}bias"] = reason
-                bias = None
-        inventory.layers[name] = Layer(name, modules, weight, bias)
-    return inventory
-
-
-def _bias_reason(
-    bias: nn.Parameter,
-    weight: nn.Parameter,
-    users: Mapping[nn.Parameter, list[tuple[nn.Module, str]]],
-    requested: set[nn.Parameter],
-) -> str | None:
-    """Why a bias is no part of its weight's block, or None."""
-    if bias in requested:
-        return ON_REQUEST
-    if weight.requires_grad and not bias.requires_grad:
-        return "it is frozen while its weight is not, which has a block of its own"
-    if {user for user, _ in users[bias]} != {user for user, _ in users[weight]}:
-        return "it is shared with another layer; its weight has a block of its own"
-    return None
-
-
-def _users(model: nn.Module) -> dict[nn.Parameter, list[tuple[nn.Module, str]]]:
-    """The modules that hold each parameter, and under which name."""
-    users: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}
-    for module in model.modules():
-        for key, parameter in module._parameters.items():
-            if parameter is not None:
-                users.setdefault(parameter, []).append((module, key))
-    return users
-
-
-def _reason(
-    model: nn.Module,
-    name: str,
-    module: nn.Module,
-    weight: nn.Parameter,
-    users: Mapping[nn.Parameter, list[tuple[nn.Module, str]]],
-    requested: set[nn.Parameter],
-) -> str | None:
-    """Why a supported module's weight cannot be preconditioned, or None."""
-    if weight in requested:
-        return ON_REQUEST
-    if not computes_like_its_base(module):
-        return f"{type(module).__name__} has a forward pass of its own"
-    bias = module._parameters.get("bias")
-    if not weight.requires_grad and bias is not None and bias.requires_grad:
-        return "the weight is frozen, the bias is not"
-    parent = model.get_submodule(name.rpartition(".")[0]) if name else None
-    if isinstance(parent, nn.MultiheadAttention):
-        return "nn.MultiheadAttention applies this projection without calling its module"
-    names = {id(user): user_name for user_name, user in model.named_modules()}
-    for user, key in users[weight]:
-        where = repr(names[id(user)])
-        if key != "weight" or not isinstance(user, SUPPORTED):
-            return f"the weight is shared with {type(user).__name__} {where}"
-        if getattr(user, "groups", 1) != getattr(module, "groups", 1):
-            return f"the weight is shared with {where}, which has another number of groups"
-        if user._parameters.get("bias") is not module._parameters.get("bias"):
-            return f"the weight is shared with {where}, which has another bias"
-    return None
-
-
-def parameters_of(
-    model: nn.Module, selected: Iterable[str | nn.Module | nn.Parameter], what: str
-) -> list[nn.Parameter]:
-    """The parameters that names, modules and parameters stand for, each once, in order.
+def parameters_of(model: nn.Module, selected: Iterable[Selected], what: str) -> list[nn.Parameter]:
+    """The parameters that names, modules, types of modules and parameters stand for, each once, in order.
 
     Raises:
         ValueError: for a name that the model does not have, or a parameter that is not its own.
     """
-    parameters = dict(model.named_parameters(remove_duplicate=False))
-    modules = dict(model.named_modules(remove_duplicate=False))
-    own = set(parameters.values())
+    own = set(model.parameters())
     found: dict[nn.Parameter, None] = {}
-    for item in [selected] if isinstance(selected, str | nn.Module | nn.Parameter) else selected:
-        if isinstance(item, tuple):  # (name, parameter), as named_parameters() gives
-            item = item[1]
-        if isinstance(item, str):
-            if item not in parameters and item not in modules:
-                raise ValueError(
-                    f"{what} names {item!r}, which is neither a module nor a parameter of the model. "
-                    f"Its modules are {', '.join(repr(name) for name in modules if name)}."
-                )
-            item = parameters[item] if item in parameters else modules[item]
-        members = list(item.parameters()) if isinstance(item, nn.Module) else [item]
+    for item in [selected] if isinstance(selected, str | nn.Module | nn.Parameter | type) else selected:
+        members = _members(model, item[1] if isinstance(item, tuple) else item, what)  # (name, parameter)
         for member in members:
             if member not in own:
                 raise ValueError(
@@ -161,6 +35,28 @@ def parameters_of(
                 )
             found[member] = None
     return list(found)
+
+
+def _members(model: nn.Module, item: Selected, what: str) -> list[nn.Parameter]:
+    """The parameters that one item stands for."""
+    if isinstance(item, str):
+        parameters = dict(model.named_parameters(remove_duplicate=False))
+        modules = dict(model.named_modules(remove_duplicate=False))
+        if item in parameters:
+            return [parameters[item]]
+        if item == ALL_NORMS and item not in modules:
+            return [p for module in modules.values() if isinstance(module, NORMS) for p in module.parameters()]
+        if item not in modules:
+            raise ValueError(
+                f"{what} names {item!r}, which is neither a module nor a parameter of the model. "
+                f"Its modules are {', '.join(repr(name) for name in modules if name)}."
+            )
+        return list(modules[item].parameters())
+    if isinstance(item, type):
+        return [p for module in model.modules() if isinstance(module, item) for p in module.parameters()]
+    if isinstance(item, nn.Module):
+        return list(item.parameters())
+    return [item]
 
 
 def resolved_groups(model: nn.Module, user_groups: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:

@@ -108,6 +108,7 @@ def paper_settings(method: Method) -> Mapping[str, Any]:
         "factors_every": 50,
         "basis_every": 50 if method.rescaling.measured else 200,
         "fisher": "sampled",
+        "first_order": "all norms",
         "sharing": "expand",
         "kl_clip": None,
     }

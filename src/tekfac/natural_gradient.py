@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+import weakref
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, ClassVar, Self, Unpack, overload
 
 import torch
@@ -16,12 +17,14 @@ from tekfac.blocks import KroneckerBlock
 from tekfac.capture import Capture
 from tekfac.curvature import Due, NonFiniteStatisticsError, Recipe
 from tekfac.damping import DampingRule, as_rule
-from tekfac.groups import completed_groups, parameters_of, resolved_groups, take_inventory
-from tekfac.layers import SUPPORTED, Layer
+from tekfac.groups import completed_groups, parameters_of, resolved_groups
+from tekfac.inventory import Inventory, plain_name, take_inventory
+from tekfac.kinds.registry import supported_types
 from tekfac.likelihoods import as_likelihood
 from tekfac.methods import Method, default_settings, paper_settings, refused_settings
 from tekfac.network import LayerSignals, NetworkCurvature
 from tekfac.settings import Keywords, check_group, documented, resolve, signature
+from tekfac.sides import SideRule
 from tekfac.update import apply_update, kl_coefficient
 
 MAX_ATTEMPTS = 3
@@ -77,11 +80,14 @@ class NaturalGradient(Optimizer):
             averaging=settings.averaging,
             memory_budget=settings.memory_budget,
         )
-        self._names: dict[Tensor, str] = {p: n for n, p in model.named_parameters()}
+        self._model = model
+        self._names = _names_of(model)
         groups = resolved_groups(model, settings.param_groups)
         requested = parameters_of(model, settings.first_order, "first_order")
         requested += [p for group in groups if group.get("first_order", False) for p in group["params"]]
-        self._layers = self._find_layers(model, requested)
+        self._requested: frozenset[Tensor] = frozenset(requested)
+        inventory = self._take_inventory(requested)
+        self._layers, self._trainable = inventory.layers, self._is_trainable()
         self._network = NetworkCurvature(self._layers, recipe)
         self._reported: set[str] = set()
         self._attempts: dict[str, int] = {}
@@ -89,6 +95,7 @@ class NaturalGradient(Optimizer):
         self.skipped_steps = 0
         self._refresh_seconds = 0.0
         first_order_lr = lr if settings.first_order_lr is None else settings.first_order_lr
+        num_given = len(groups)
         groups = completed_groups(model, self._layers.values(), groups, first_order_lr)
         defaults = {
             "lr": lr,
@@ -98,6 +105,7 @@ class NaturalGradient(Optimizer):
             "first_order": False,
         }
         super().__init__(groups, defaults)
+        self._automatic = slice(num_given, len(self.param_groups))
         self._first_order_ratio = first_order_lr / lr
         self._require_whole_layers()
         self._network.check_rules(self._damping_rules())
@@ -109,8 +117,12 @@ class NaturalGradient(Optimizer):
             loss_reduction=settings.loss_reduction,
             batch_dim=settings.batch_dim,
             outputs=settings.outputs,
+            padding_mask=settings.padding_mask,
+            grad_scaler=settings.grad_scaler,
             seed=torch.initial_seed() if settings.seed is None else settings.seed,
         )
+        look_again = weakref.WeakMethod(self._look_again_if_frozen_or_unfrozen)
+        self._capture.before_pass = lambda: (look_again() or (lambda: None))()
         self._arm()
 
     @classmethod
@@ -120,27 +132,80 @@ class NaturalGradient(Optimizer):
 
     # -- what is where ---------------------------------------------------------------------------------
 
-    def _find_layers(self, model: nn.Module, requested: list[nn.Parameter]) -> dict[str, Layer]:
+    def _take_inventory(self, requested: Iterable[Tensor]) -> Inventory:
         """The layers to precondition; what is left to first order is named in one log line."""
-        inventory = take_inventory(model, requested)
-        name = type(self).__name__
-        if not inventory.layers:
-            kinds = ", ".join(f"nn.{kind.__name__}" for kind in SUPPORTED)
+        settings, name = self._settings, type(self).__name__
+        rule = SideRule(settings.max_dim, settings.large_dims)
+        inventory = take_inventory(self._model, requested, rule, settings.curvature_dtype)
+        if not inventory.layers and not hasattr(self, "_capture"):
             why = "; ".join(f"{n}: {reason}" for n, reason in inventory.reasons.items())
             raise ValueError(
-                f"{name} found no layer to precondition in {type(model).__name__}. It supports {kinds}"
-                f"{' (' + why + ')' if why else ''}. Use torch.optim.SGD for this model."
+                f"{name} found no layer to precondition in {type(self._model).__name__}. It supports "
+                f"{', '.join(supported_types())}{' (' + why + ')' if why else ''}. Use torch.optim.SGD for "
+                "this model, or tell of its layers: tekfac.register_layer."
             )
         reports.inventory(name, inventory, self._names)
-        return inventory.layers
+        return inventory
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group, as for any torch optimizer. Parameters of no known layer are first-order."""
+        """Add a group, as for any torch optimizer.
+
+        Layers that the model has got meanwhile, and whose parameters are in the group, are preconditioned from
+        the next step that measures on. Parameters of no layer are first-order.
+        """
         check_group({**self.defaults, **param_group})
         reports.unknown_keys(type(self).__name__, param_group, self.defaults)
         super().add_param_group(param_group)
-        late = [p for p in self.param_groups[-1]["params"] if p not in self._names]
-        reports.late_parameters(type(self).__name__, len(late))
+        if hasattr(self, "_capture"):
+            self._look_again()
+            late = [p for p in self.param_groups[-1]["params"] if p not in self._names]
+            reports.late_parameters(type(self).__name__, len(late))
+
+    def _is_trainable(self) -> list[bool]:
+        """Of every parameter, whether it is not frozen now."""
+        return [parameter.requires_grad for parameter in self._names]
+
+    def _sort_automatic_groups(self) -> None:
+        """Put what no group of the user's has where it belongs now: to the layers, or to the rest."""
+        automatic = self.param_groups[self._automatic]
+        if len(automatic) < 2:
+            return
+        of_layers, of_others = automatic
+        in_layers = {p for layer in self._layers.values() for p in layer.parameters}
+        ours = {p for group in automatic for p in group["params"]}
+        of_layers["params"] = [p for p in self._names if p in ours and p in in_layers]
+        of_others["params"] = [p for p in self._names if p in ours and p not in in_layers]
+
+    def _look_again_if_frozen_or_unfrozen(self) -> None:
+        if self._is_trainable() != self._trainable:
+            self._look_again()
+
+    def _look_again(self) -> None:
+        """Look through the model again: it has got parameters, or some were frozen or unfrozen.
+
+        Layers that are what they were keep their curvature.
+        """
+        self._names = _names_of(self._model)
+        self._trainable = self._is_trainable()
+        automatic = {p for group in self.param_groups[self._automatic] for p in group["params"]}
+        groups = self._group_of()
+        requested = {
+            p for p in self._names if p not in groups or (groups[p]["first_order"] and p not in automatic)
+        }
+        before, self._layers = self._layers, self._take_inventory(requested | self._requested).layers
+        self._sort_automatic_groups()
+        blocks = self._network.blocks
+        self._network.layers = self._layers
+        self._network.blocks = {
+            name: block
+            for name, block in blocks.items()
+            if name in self._layers and self._layers[name].parameters == before[name].parameters
+        }
+        self._require_whole_layers()
+        self._network.check_rules(self._damping_rules())
+        self._attempts = {name: 0 for name in self._layers if name not in self._network.blocks}
+        self._capture.watch(self._layers.values())
+        self._arm()
 
     def _require_whole_layers(self) -> None:
         """A layer's weight and bias may differ in lr, momentum and weight decay, not in damping."""
@@ -222,6 +287,7 @@ class NaturalGradient(Optimizer):
         self._update(directions)
         self._note_unseen()
         self.num_steps += 1
+        self._look_again_if_frozen_or_unfrozen()
         self._arm()
         return None
 
@@ -250,15 +316,18 @@ class NaturalGradient(Optimizer):
     def _directions(self) -> dict[Tensor, Tensor]:
         """What each parameter with a gradient moves along: the natural gradient, clipped, or the raw one."""
         groups = self._group_of()
-        natural = self._network.natural_gradients(self._damping_rules())
+        raw = {
+            p: p.grad.to_dense() if p.grad.is_sparse else p.grad
+            for p in groups
+            if p.grad is not None and p.requires_grad
+        }
+        natural = self._network.natural_gradients(raw, self._damping_rules())
         clip = self._settings.kl_clip
         if clip is not None and natural:
             coefficient = kl_coefficient(
-                ((groups[p]["lr"], p.grad, direction) for p, direction in natural.items()),  # type: ignore[misc]
-                clip,
+                ((groups[p]["lr"], raw[p], direction) for p, direction in natural.items()), clip
             )
             natural = {p: direction * coefficient.to(direction.dtype) for p, direction in natural.items()}
-        raw = {p: p.grad.to_dense() if p.grad.is_sparse else p.grad for p in groups if p.grad is not None}
         unseen = {p: raw[p] * self._first_order_ratio for p in self._unseen_parameters() if p in raw}
         return {**raw, **unseen, **natural}
 
@@ -359,6 +428,7 @@ class NaturalGradient(Optimizer):
 
         Plain dicts, lists, numbers, strings and tensors: torch.load(weights_only=True) reads it.
         """
+        self._capture.drop_what_was_zeroed()
         return {
             **checkpoint.named_state(super().state_dict(), self.param_groups, self._names),
             "method": self.method.name,
@@ -380,6 +450,7 @@ class NaturalGradient(Optimizer):
             ValueError: if the state belongs to another method or another architecture; the message
                 names what differs. Nothing is changed then.
         """
+        self._look_again_if_frozen_or_unfrozen()
         checkpoint.require_same_method(state_dict, self.method.name, self._recipe_in_words())
         checkpoint.require_same_architecture(state_dict, self._layers, self._names, self.param_groups)
         blocks = {
@@ -405,3 +476,8 @@ class NaturalGradient(Optimizer):
             f"{type(self).__name__} watches a live model and cannot be copied or pickled. Save its "
             "state_dict() and load that into an optimizer made for the other model."
         )
+
+
+def _names_of(model: nn.Module) -> dict[Tensor, str]:
+    """The name of every parameter, without what a compiled model adds to it."""
+    return {parameter: plain_name(name) for name, parameter in model.named_parameters()}

@@ -81,23 +81,26 @@ class NetworkCurvature:
             if (block := self._blocks.get(name)) is not None
         )
 
-    def natural_gradients(self, rules: Mapping[str, DampingRule]) -> dict[Tensor, Tensor]:
-        """(F_hat + damping)^-1 applied to `.grad`, for the parameters of every layer that has both.
+    def natural_gradients(
+        self, gradients: Mapping[Tensor, Tensor], rules: Mapping[str, DampingRule]
+    ) -> dict[Tensor, Tensor]:
+        """(F_hat + damping)^-1 applied to gradients, for the parameters of every layer that has both.
 
         Args:
+            gradients: of the parameters that have one.
             rules: the damping rule of each layer.
         """
         denominators = self._damped(rules)
         directions: dict[Tensor, Tensor] = {}
         for name, block in self._blocks.items():
             layer = self.layers[name]
-            if layer.weight.grad is None:
+            if layer.weight not in gradients:
                 continue
-            bias_gradient = None if layer.bias is None else layer.bias.grad
-            gradient = layer.to_matrix(layer.weight.grad, bias_gradient)
+            bias_gradient = None if layer.bias is None else gradients.get(layer.bias)
+            gradient = layer.to_matrix(gradients[layer.weight], bias_gradient)
             direction = precondition(gradient, block.basis, denominators[name])
             parts = zip(layer.parameters, layer.from_matrix(direction), strict=True)
-            directions.update((parameter, part) for parameter, part in parts if parameter.grad is not None)
+            directions.update((parameter, part) for parameter, part in parts if parameter in gradients)
         return directions
 
     def signals(self, rules: Mapping[str, DampingRule]) -> dict[str, LayerSignals]:

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from torch import Tensor
 
-from tekfac.groups import ON_REQUEST, Inventory
+from tekfac.inventory import ON_REQUEST, Inventory
 
 logger = logging.getLogger("tekfac")
 
@@ -48,8 +48,8 @@ def late_parameters(optimizer: str, count: int) -> None:
     """Parameters that came to the optimizer after it was made."""
     if count:
         logger.warning(
-            "%d parameter(s) that the model did not have when %s was made are trained by momentum SGD on "
-            "their raw gradient. To precondition their layers, make a new optimizer.",
+            "%d parameter(s) that %s was given are not the model's. They are trained by momentum SGD on their "
+            "raw gradient.",
             count,
             optimizer,
         )

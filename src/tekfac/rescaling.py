@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from tekfac import sides
 from tekfac.eigenbasis import Eigenbasis
 from tekfac.rows import LayerBatch, Rows, samples_within
 
@@ -53,7 +54,12 @@ def sum_of_squares(batches: Sequence[LayerBatch], basis: Eigenbasis, memory_budg
     for batch in batches:
         for rows in batch.chunks(_chunk_size(batch, memory_budget)):
             sums = _squared_projections(rows, basis)
-            total = sums if total is None else total.add_(sums)
+            if rows.tokens is None:
+                total = sums if total is None else total.add_(sums)
+            else:
+                if total is None:
+                    total = sums.new_zeros(*sums.shape[:2], rows.tokens.size)
+                total.index_add_(2, rows.tokens.columns, sums)
     assert total is not None, "sum_of_squares() needs at least one batch"
     return total
 
@@ -64,9 +70,9 @@ def rotated(theta: Tensor, old: Eigenbasis, new: Eigenbasis) -> Tensor:
     The diagonal, in the new basis, of the approximation held so far. Trace and positivity are kept, and
     a mere permutation or change of signs of the eigenvectors is undone exactly.
     """
-    turn_out = (old.vectors_out.mT @ new.vectors_out).square()
-    turn_in = (old.vectors_in.mT @ new.vectors_in).square()
-    return turn_out.mT @ theta @ turn_in
+    turn_out = sides.squared_overlap(old.vectors_out, new.vectors_out)
+    turn_in = sides.squared_overlap(old.vectors_in, new.vectors_in)
+    return sides.into(turn_in, sides.into(turn_out, theta.mT).mT)
 
 
 def _squared_projections(rows: Rows, basis: Eigenbasis) -> Tensor:
@@ -105,14 +111,20 @@ def squares_project_first(rows: Rows, basis: Eigenbasis) -> Tensor:
 
 def squares_gradient_first(rows: Rows, basis: Eigenbasis) -> Tensor:
     """Form the per-sample gradients, then project them."""
-    gradients = rows.per_sample_gradients().transpose(1, 2)  # [K, N, G, d_out, d_in]
-    return basis.project(gradients).square().sum(dim=(0, 1))
+    gradients = rows.gradients().transpose(1, 2)  # [K, N, G, d_out, d_in]
+    return _for(rows, basis).project(gradients).square().sum(dim=(0, 1))
 
 
 def _projected(rows: Rows, basis: Eigenbasis) -> tuple[Tensor, Tensor]:
-    inputs = torch.einsum("gnti,gij->gntj", rows.a, basis.vectors_in)
-    gradients = torch.einsum("kgnto,gop->kgntp", rows.u, basis.vectors_out)
+    basis = _for(rows, basis)
+    inputs = sides.into(basis.vectors_in, rows.a.flatten(1, 2)).reshape(rows.a.shape)
+    gradients = sides.into(basis.vectors_out, rows.u.flatten(2, 3)).reshape(rows.u.shape)
     return inputs, gradients
+
+
+def _for(rows: Rows, basis: Eigenbasis) -> Eigenbasis:
+    """The basis on those columns that the rows have. Tokens leave some out; their basis is that of the axes."""
+    return basis if rows.tokens is None else basis._replace(vectors_in=basis.vectors_in[:, rows.tokens.columns])
 
 
 def _chunk_size(batch: LayerBatch, memory_budget: int) -> int:

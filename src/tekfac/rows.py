@@ -19,6 +19,30 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from tekfac import sides
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """Which columns of the gradient matrix the one-hot inputs of a few samples belong to.
+
+    Inputs that say "row i of a table" have a 1 among very many zeros. Of a few samples only the columns that
+    occur are formed, and put in their places afterwards.
+
+    Attributes:
+        columns: [d], different numbers.
+        size: of all columns.
+    """
+
+    columns: Tensor
+    size: int
+
+    def spread(self, tensor: Tensor, dim: int) -> Tensor:
+        """The tensor with all columns along an axis, zeros where none of them occurred."""
+        shape = list(tensor.shape)
+        shape[dim] = self.size
+        return tensor.new_zeros(shape).index_copy_(dim, self.columns, tensor)
+
 
 @dataclass(frozen=True)
 class Rows:
@@ -27,17 +51,39 @@ class Rows:
     Attributes:
         a: inputs, [G, N, T, d_in].
         u: output gradients, [K, G, N, T, d_out].
-        counted: [N, T] of 0 and 1, or None where every position counts. A position does not count if
-            its target is ignored and no gradient reaches it (padding).
+        counted: [1 or G, N, T] of booleans, or None where every position counts. A position does not count
+            if its target is ignored, or it is padding, and no gradient reaches it.
+        block_in: the size of the blocks that the input side is kept in (see sides.py); None: whole.
+        block_out: of the output side.
+        tokens: which columns the inputs belong to, where a has only those that occur.
+        unlike: whether the rows come from uses of the parameters that are no like (a table of embeddings that
+            is also an output projection).
     """
 
     a: Tensor
     u: Tensor
     counted: Tensor | None = None
+    block_in: int | None = None
+    block_out: int | None = None
+    tokens: Tokens | None = None
+    unlike: bool = False
+
+    def gradients(self) -> Tensor:
+        """G_n for every column and sample, [K, G, N, d_out, d_in], where tokens leave out what is 0."""
+        return torch.einsum("kgnto,gnti->kgnoi", self.u, self.a)
 
     def per_sample_gradients(self) -> Tensor:
         """G_n for every column and sample, [K, G, N, d_out, d_in]."""
-        return torch.einsum("kgnto,gnti->kgnoi", self.u, self.a)
+        gradients = self.gradients()
+        return gradients if self.tokens is None else self.tokens.spread(gradients, dim=-1)
+
+    def input_moment(self, x: Tensor, y: Tensor) -> Tensor:
+        """Sum of x y^T over [..., G, N, T, d_in], in the form of the input side."""
+        return sides.sum_of_products(x.flatten(-3, -2), y.flatten(-3, -2), self.block_in or x.shape[-1])
+
+    def output_moment(self, x: Tensor, y: Tensor) -> Tensor:
+        """Sum of x y^T over [..., G, N, T, d_out], in the form of the output side."""
+        return sides.sum_of_products(x.flatten(-3, -2), y.flatten(-3, -2), self.block_out or x.shape[-1])
 
 
 class BatchShape(NamedTuple):

@@ -9,7 +9,8 @@ from dataclasses import dataclass, fields
 from numbers import Integral, Real
 from typing import Any, TypedDict
 
-from torch import Tensor, nn
+import torch
+from torch import Tensor
 
 from tekfac.capture import FISHER_KINDS, LOSS_REDUCTIONS, FisherKind, LossReduction
 from tekfac.checks import require_axis, require_choice, require_keywords
@@ -21,8 +22,11 @@ from tekfac.damping import (
     TraceBased,
     as_rule,
 )
+from tekfac.groups import Selected
 from tekfac.likelihoods import Likelihood, SampledLoss, as_likelihood
 from tekfac.outputs import OutputSelector
+from tekfac.padding import PaddingMask
+from tekfac.sides import DEFAULT_MAX_DIM, LARGE_DIMS, LargeDims
 
 AVERAGINGS = ("moments", "factors")
 
@@ -47,9 +51,14 @@ class Settings:
     loss_reduction: LossReduction = "mean"
     batch_dim: int = 0
     outputs: OutputSelector | None = None
-    first_order: Iterable[str | nn.Module | nn.Parameter] = ()
+    padding_mask: PaddingMask | None = None
+    first_order: Iterable[Selected] = ()
     first_order_lr: float | None = None
     param_groups: Iterable[Mapping[str, Any]] = ()
+    max_dim: int = DEFAULT_MAX_DIM
+    large_dims: LargeDims = "auto"
+    curvature_dtype: torch.dtype | None = None
+    grad_scaler: torch.amp.GradScaler | None = None
     memory_budget: int = 256 * 2**20
     seed: int | None = None
 
@@ -60,7 +69,7 @@ class Settings:
         for name in ("factor_decay", "rescaling_decay"):
             _require_decay(name, getattr(self, name))
         for name in ("factors_every", "basis_every", "rescaling_every"):
-            _require_interval(name, getattr(self, name))
+            _require_whole(name, getattr(self, name), "of steps, at least 1")
         require_choice("beta", self.beta, BETA_READINGS)
         require_choice("fisher", self.fisher, FISHER_KINDS)
         require_choice("averaging", self.averaging, AVERAGINGS)
@@ -70,11 +79,31 @@ class Settings:
             _require_positive("kl_clip", self.kl_clip, "a positive number, or None for no clipping")
         if self.first_order_lr is not None:
             _require_positive("first_order_lr", self.first_order_lr, "a positive number")
+        _require_whole("max_dim", self.max_dim, "of dimensions, at least 1")
+        require_choice("large_dims", self.large_dims, LARGE_DIMS)
+        if self.curvature_dtype not in (None, torch.float32, torch.float64):
+            raise ValueError(
+                f"Invalid curvature_dtype: {self.curvature_dtype!r}. Expected torch.float32, torch.float64, or "
+                "None for float32 (float64 where parameters are)."
+            )
+        if (
+            self.padding_mask is not None
+            and not isinstance(self.padding_mask, str)
+            and not callable(self.padding_mask)
+        ):
+            raise ValueError(
+                f"Invalid padding_mask: {self.padding_mask!r}. Expected the name of an argument of the model, "
+                "a function of the model's arguments, or None."
+            )
+        if self.grad_scaler is not None and not hasattr(self.grad_scaler, "get_scale"):
+            raise ValueError(
+                f"Invalid grad_scaler: {self.grad_scaler!r}. Expected a torch.amp.GradScaler, or None."
+            )
         _require_positive("memory_budget", self.memory_budget, "a positive number of bytes")
 
 
 DESCRIPTIONS = {
-    "model": "the network; its Linear and Conv1d/2d/3d layers are preconditioned.",
+    "model": "the network; tekfac.explain(model) tells which of its layers are preconditioned, and how.",
     "lr": "step length along the preconditioned gradient; not comparable with SGD's.",
     "momentum": "of the preconditioned gradient, in [0, 1).",
     "weight_decay": "decoupled: w <- (1 - lr * weight_decay) * w.",
@@ -95,9 +124,15 @@ DESCRIPTIONS = {
     "loss_reduction": "how the loss adds up its terms: 'mean', 'batchmean' or 'sum'.",
     "batch_dim": "the axis of the model's outputs that holds the samples.",
     "outputs": "a function from what the model returns to its predictions, where that is not plain.",
-    "first_order": "names, modules or parameters to leave to momentum SGD on the raw gradient.",
+    "padding_mask": "the argument of the model, or a function of its arguments, that tells which positions are "
+    "real; None: attention_mask and key padding masks are found.",
+    "first_order": "names, modules, their types or parameters to leave to momentum SGD on the raw gradient.",
     "first_order_lr": "learning rate of what is not preconditioned; None: lr.",
     "param_groups": "groups with lr, momentum, weight_decay, damping or first_order of their own.",
+    "max_dim": "inputs or outputs of a layer beyond which that side of its block takes a cheaper form.",
+    "large_dims": "which: 'blocks', 'diagonal', or 'auto' for up to four blocks, then the diagonal.",
+    "curvature_dtype": "torch.float32 or torch.float64; None: float32, or float64 for float64 parameters.",
+    "grad_scaler": "the loss scaler; only fisher='empirical' needs to know it.",
     "memory_budget": "bytes of working memory for the rows of one layer.",
     "seed": "of the generator that draws labels; None: torch.initial_seed().",
 }
@@ -129,9 +164,14 @@ class Keywords(TypedDict, total=False):
     loss_reduction: LossReduction
     batch_dim: int
     outputs: OutputSelector | None
-    first_order: Iterable[str | nn.Module | nn.Parameter]
+    padding_mask: PaddingMask | None
+    first_order: Iterable[Selected]
     first_order_lr: float | None
     param_groups: Iterable[Mapping[str, Any]]
+    max_dim: int
+    large_dims: LargeDims
+    curvature_dtype: torch.dtype | None
+    grad_scaler: torch.amp.GradScaler | None
     memory_budget: int
     seed: int | None
 
@@ -215,6 +255,6 @@ def _require_decay(name: str, value: Any) -> None:
         raise ValueError(f"Invalid {name}: {value!r}. Expected a number in [0, 1): the weight of the past.")
 
 
-def _require_interval(name: str, value: Any) -> None:
+def _require_whole(name: str, value: Any, what: str) -> None:
     if not isinstance(value, Integral) or isinstance(value, bool) or value < 1:
-        raise ValueError(f"Invalid {name}: {value!r}. Expected a whole number of steps, at least 1.")
+        raise ValueError(f"Invalid {name}: {value!r}. Expected a whole number {what}.")

@@ -9,8 +9,9 @@ import torch
 
 from tekfac import methods
 from tekfac.checks import require_choice
-from tekfac.eigenbasis import DecompositionError, Eigenbasis, decompose, standard_basis
+from tekfac.eigenbasis import Eigenbasis, decompose, standard_basis
 from tekfac.factors import Moments
+from tekfac.sides import DecompositionError
 
 logger = logging.getLogger("tekfac")
 

@@ -23,7 +23,7 @@ from tekfac.fisher.estimating import estimate, exact_blocks
 from tekfac.fisher.findings import Finding, findings
 from tekfac.fisher.options import Keywords
 from tekfac.fisher.sources import Limited, batches, distinct, load_state, made_by
-from tekfac.groups import take_inventory
+from tekfac.inventory import take_inventory
 from tekfac.likelihoods import LIKELIHOODS
 
 DIGITS = "digits"

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from tekfac.blocks import Block
 from tekfac.fisher.approximation import Approximation
-from tekfac.layers import LayerShape
+from tekfac.shapes import LayerShape
 
 
 class Interval(NamedTuple):

@@ -14,7 +14,7 @@ from tekfac.block_diagonal import BlockDiagonal
 from tekfac.blocks import Block, DenseBlock, GramBlock, KroneckerBlock
 from tekfac.eigenbasis import Eigenbasis
 from tekfac.fisher import files
-from tekfac.layers import LayerShape
+from tekfac.shapes import LayerShape
 
 KIND = "Fisher blocks"
 VERSION = 1
@@ -47,7 +47,8 @@ def load(path: str | Path, device: str | torch.device = "cpu") -> BlockDiagonal[
         )
     blocks = []
     for index, layer in enumerate(metadata["layers"]):
-        shape = LayerShape(**{**layer["shape"], "weight": tuple(layer["shape"]["weight"])})
+        tuples = {key: tuple(layer["shape"].get(key, ())) for key in ("weight", "parameter_names")}
+        shape = LayerShape(**{**layer["shape"], **tuples})
         prefix = f"{index}/{shape.name}/"
         parts = {k.removeprefix(prefix): t.to(device) for k, t in tensors.items() if k.startswith(prefix)}
         blocks.append(_from_parts(shape, layer, parts))

@@ -22,8 +22,9 @@ from tekfac.fisher.batch import DataHash, is_empty, map_tensors
 from tekfac.fisher.losses import BatchLosses
 from tekfac.fisher.options import Options
 from tekfac.fisher.resume import Count, HasState, Resume
-from tekfac.groups import take_inventory
-from tekfac.layers import SUPPORTED, Layer
+from tekfac.inventory import take_inventory
+from tekfac.kinds.registry import supported_types
+from tekfac.layers import Layer
 from tekfac.likelihoods import as_likelihood
 from tekfac.rows import LayerBatch
 
@@ -300,7 +301,7 @@ def _chosen_layers(model: nn.Module, names: Iterable[str] | None) -> dict[str, L
     inventory = take_inventory(model, ())
     layers = inventory.layers
     if not layers:
-        kinds = ", ".join(f"nn.{kind.__name__}" for kind in SUPPORTED)
+        kinds = ", ".join(supported_types())
         raise ValueError(f"Found no layer with a Fisher block in {type(model).__name__}. Supported: {kinds}.")
     if names is not None:
         names = list(names)
@@ -308,7 +309,9 @@ def _chosen_layers(model: nn.Module, names: Iterable[str] | None) -> dict[str, L
             raise ValueError(f"layers=[] names no layer. The layers are {', '.join(map(repr, layers))}.")
         for name in names:
             if name not in layers:
-                why = inventory.reasons.get(f"{name}.weight")
+                module = name.rpartition(".")[0] or name
+                named = (r for p, r in inventory.reasons.items() if p.startswith((name, f"{module}.")))
+                why = next(named, None)
                 raise ValueError(
                     f"No layer {name!r} with a Fisher block{f': {why}' if why else ''}. The layers are "
                     f"{', '.join(map(repr, layers))}."
