@@ -1,0 +1,53 @@
+"""The examples for frameworks, as modules, and what their tests have in common."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tekfac import TEKFAC
+from training import assert_identical
+
+EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
+
+
+def example(name: str, *, needs: str | None = None, extra: str = "") -> ModuleType:
+    """An example, as a module; the test is skipped where the framework it needs is not installed."""
+    if needs is not None:
+        pytest.importorskip(needs, reason=f"needs {needs}: pip install 'tekfac[{extra}]'")
+    spec = importlib.util.spec_from_file_location(f"example_{name}", EXAMPLES / f"{name}.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def assert_same_end(model: nn.Module, optimizer: Any, other_model: nn.Module, other_optimizer: Any) -> None:
+    """Two runs ended with the same weights, buffers, momenta, moments and random states, bit for bit."""
+    assert_identical(model, other_model)
+    assert_identical(unwrapped(optimizer), unwrapped(other_optimizer))
+
+
+def unwrapped(optimizer: Any) -> TEKFAC:
+    """The optimizer inside what a framework has wrapped around it."""
+    while not isinstance(optimizer, TEKFAC):
+        optimizer = optimizer.optimizer
+    return optimizer
+
+
+def without_curvature(model: nn.Module, optimizer: Any) -> set[str]:
+    """Parameters of the model that are not preconditioned."""
+    named = {name.removeprefix("_orig_mod.") for name, _ in model.named_parameters()}
+    return named - {name.removeprefix("_orig_mod.") for name in unwrapped(optimizer).curvature.parameters}
+
+
+def weights(model: nn.Module) -> Tensor:
+    """All parameters, as one vector."""
+    return torch.cat([parameter.detach().flatten() for parameter in model.parameters()])

@@ -1,0 +1,86 @@
+"""Promise: a compiled model is trained like any other, and stays compiled on all steps that do not measure."""
+
+from __future__ import annotations
+
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+
+from framework_examples import assert_same_end, example, without_curvature
+
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:`torch.jit.script_method` is deprecated:DeprecationWarning",  # the compiler's own import
+)
+
+
+@pytest.fixture(scope="module")
+def compiled_digits() -> ModuleType:
+    return example("compiled_digits")
+
+
+@pytest.fixture(scope="module")
+def runs(compiled_digits: ModuleType) -> Any:
+    torch.set_num_threads(1)
+    torch._dynamo.reset()
+    return compiled_digits.main()
+
+
+def test_the_loss_is_lower_than_that_of_sgd(compiled_digits: ModuleType, runs: Any) -> None:
+    tekfac, sgd, _ = runs
+    assert compiled_digits.loss_of(tekfac) < compiled_digits.loss_of(sgd) < 0.2
+
+
+def test_a_run_resumed_from_its_checkpoint_is_the_uninterrupted_one(runs: Any) -> None:
+    tekfac, _, resumed = runs
+    assert_same_end(tekfac.model, tekfac.optimizer, resumed.model, resumed.optimizer)
+
+
+def test_every_parameter_is_preconditioned(runs: Any) -> None:
+    tekfac, _, _ = runs
+    assert without_curvature(tekfac.model, tekfac.optimizer) == set()
+
+
+def test_the_losses_are_those_of_the_model_without_a_compiler(compiled_digits: ModuleType) -> None:
+    torch._dynamo.reset()
+    compiled = compiled_digits.train(compiled_digits.start("TEKFAC", "aot_eager"), range(15))
+    assert compiled == pytest.approx(uncompiled_losses(compiled_digits, 15), rel=1e-4)
+
+
+def uncompiled_losses(compiled_digits: ModuleType, steps: int) -> list[float]:
+    run = compiled_digits.start("TEKFAC", "eager")
+    return compiled_digits.train(run._replace(compiled=run.model), range(steps))
+
+
+class Counting:
+    """A backend that runs graphs as they are, and counts them and their calls."""
+
+    def __init__(self) -> None:
+        self.graphs = self.calls = 0
+
+    def __call__(self, graph: torch.fx.GraphModule, inputs: Any) -> Any:
+        self.graphs += 1
+
+        def run(*arguments: Any) -> Any:
+            self.calls += 1
+            return graph.forward(*arguments)
+
+        return run
+
+
+def calls_by_step(compiled_digits: ModuleType, run: Any, backend: Counting, steps: int) -> list[int]:
+    counts = []
+    for step in range(steps):
+        before = backend.calls
+        compiled_digits.train(run, range(step, step + 1))
+        counts.append(backend.calls - before)
+    return counts
+
+
+def test_the_compiled_graph_runs_on_every_step_that_does_not_measure(compiled_digits: ModuleType) -> None:
+    torch._dynamo.reset()
+    backend = Counting()
+    counts = calls_by_step(compiled_digits, compiled_digits.start("TEKFAC", backend), backend, 21)
+    assert counts == [step % 10 != 0 for step in range(21)]  # steps 0, 10 and 20 measure
+    assert backend.graphs == 1
