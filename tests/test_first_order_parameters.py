@@ -128,7 +128,7 @@ def test_where_all_types_have_blocks_nothing_is_left_out(caplog: pytest.LogCaptu
     with caplog.at_level(logging.INFO, "tekfac"):
         optimizer = TEKFAC(cnn(), lr=0.01)
     (record,) = caplog.records
-    assert "3 layer(s) with 100% of the parameters. Nothing is left out." in record.getMessage()
+    assert "3 layer(s) with 100% of the trainable parameters. Nothing is left out." in record.getMessage()
     assert len(optimizer.param_groups) == 1
 
 

@@ -13,6 +13,7 @@ import pytest
 import tekfac
 from dense import METHODS
 from tekfac import EKFAC, KFAC, TEKFAC, TKFAC, methods
+from tekfac.damping import Tikhonov
 from tekfac.factors import PLAIN, TRACE_RESTRICTED
 from tekfac.natural_gradient import NaturalGradient
 from tekfac.rescaling import CORRECTED, PRODUCT
@@ -26,7 +27,7 @@ PROMISED: list[tuple[str, Any]] = [  # the issue's signature, in its order
     ("lr", 1e-3),
     ("momentum", 0.9),
     ("weight_decay", 0.0),
-    ("damping", None),
+    ("damping", Tikhonov(1e-2)),
     ("trace_floor", 1e-2),
     ("factor_decay", 0.95),
     ("rescaling_decay", 0.95),

@@ -136,12 +136,43 @@ def test_what_cannot_be_read_is_refused_with_the_way_out(wrap: Callable[[Tensor,
     assert optimizer.num_steps == 0
 
 
-def test_a_tuple_that_starts_with_the_loss_is_refused_with_the_way_out() -> None:
+def test_a_loss_before_the_predictions_is_passed_over() -> None:
     model = Wrapped(lambda z, h: (z.logsumexp(1).mean(), z))
     optimizer = TEKFAC(model)
-    with pytest.raises(OutputShapeError, match=r"pick them with outputs="):
+    x, y = vectors(1)[0]
+    F.cross_entropy(model(x)[1], y).backward()
+    optimizer.step()
+    assert optimizer.curvature
+
+
+def test_a_function_that_gives_several_tensors_is_refused() -> None:
+    model = Wrapped(lambda z, h: (z, z))
+    optimizer = TEKFAC(model, outputs=lambda returned: returned)
+    with pytest.raises(OutputShapeError, match=r"outputs= gave a tuple. Expected a tensor"):
         model(vectors(1)[0][0])
     assert optimizer.num_steps == 0
+
+
+def test_the_fields_of_what_a_model_returned_are_named() -> None:
+    @dataclass
+    class Found:
+        scores: Tensor
+
+    model = Wrapped(lambda z, h: Found(z))
+    optimizer = TEKFAC(model)
+    with pytest.raises(OutputShapeError, match=r"a Found with fields \['scores'\]"):
+        model(vectors(1)[0][0])
+    assert optimizer.num_steps == 0
+
+
+def test_predictions_that_got_no_gradient_are_said_to_be_the_reason(caplog: pytest.LogCaptureFixture) -> None:
+    model = Wrapped(lambda z, h: (z, z + 0))
+    optimizer = TEKFAC(model, outputs=lambda returned: torch.cat([returned[0], returned[1]]))
+    x, y = vectors(1)[0]
+    F.cross_entropy(model(x)[0], y).backward()
+    optimizer.step()
+    assert "got no gradient from the loss" in caplog.text
+    assert not optimizer.curvature
 
 
 def test_a_second_head_that_the_logits_do_not_depend_on_is_trained_by_its_raw_gradient() -> None:

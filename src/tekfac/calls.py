@@ -94,14 +94,17 @@ def layer_batch(
     samples = num_outputs
     if any(length % num_outputs for length in lengths):
         samples = math.gcd(num_outputs, *lengths) if len(applications) == 1 else 1
+    folded = samples != num_outputs
+    stays = _share_of_probe(applications, context, samples) >= (0.99 if folded else 0.5)
+    samples = samples if stays else 1
     doubt = None
-    if num_outputs > 1 and all(length == 1 for length in lengths):
+    if num_outputs > 1 and all(_has_no_samples(a, num_outputs, stays) for a in applications):
         if not context.any_coarser:
             raise InseparableError(
-                f"layer {layer.name!r} is applied once for all samples (its first axis is 1), so that their "
-                "gradients arrive as one sum, and only fisher='sampled' can do with that"
+                f"layer {layer.name!r} is applied once for all samples, so that their gradients arrive as one "
+                "sum, and only fisher='sampled' can do with that"
             )
-    elif samples != num_outputs or _share_of_probe(applications, context) < 0.5:
+    elif folded or not stays:
         doubt = (
             f"the rows of layer {layer.name!r} cannot be told apart by sample: the model's outputs have "
             f"{num_outputs} samples, the layer was called with first axes of {lengths}, and gradients of one "
@@ -123,7 +126,7 @@ def layer_batch(
     positions = sum(a.form.positions(sizes, a.gradients[0], samples) for a in applications)
     columns = len(applications[0].gradients)
     shape = BatchShape(columns, sizes.groups, samples, positions, sizes.d_in, sizes.d_out)
-    return LayerBatch(shape, context.num_terms, slice_rows), doubt if samples == num_outputs else None
+    return LayerBatch(shape, context.num_terms, slice_rows), None if folded and stays else doubt
 
 
 # -- which axis holds the samples ----------------------------------------------------------------------
@@ -171,20 +174,37 @@ def samples_first(application: Application, context: Context) -> Application:
     candidates = [arranged(arrange) for arrange in ways]
     if len(candidates) == 1:
         return candidates[0]
-    best = max(candidates, key=lambda candidate: _share_of_probe([candidate], context))
-    is_shared = len(application.inputs) == 1 and _share_of_probe([best], context) < 0.5
+    num_samples = context.num_samples
+    best = max(candidates, key=lambda candidate: _share_of_probe([candidate], context, num_samples))
+    is_shared = len(application.inputs) == 1 and _share_of_probe([best], context, num_samples) < 0.5
     return application if is_shared else best  # what is shared by all samples has no axis for them
 
 
-def _share_of_probe(applications: Sequence[Application], context: Context) -> float:
-    """How much of the probe's gradient is in the rows of the probed sample; 1 where nothing was probed."""
+def _has_no_samples(application: Application, num_samples: int, stays: bool) -> bool:
+    """Whether rows are there once, for all samples: [1, ...], or look-ups [T] that no sample has for itself.
+
+    `stays` is whether a sample's gradients stay with rows of its own.
+    """
+    inputs = application.inputs
+    is_list = application.form.trailing == 0 and inputs.ndim == 1
+    return len(inputs) == 1 or (is_list and (not stays or len(inputs) % num_samples != 0))
+
+
+def _share_of_probe(applications: Sequence[Application], context: Context, samples: int) -> float:
+    """How much of the probe's gradient is in the rows of the probed sample; 1 where nothing was probed.
+
+    Args:
+        applications: that were probed, or not.
+        context: of the pass.
+        samples: that the rows are divided into; each may stand for several of the outputs'.
+    """
     probes = [application.probe for application in applications if application.probe is not None]
     total = sum(float(probe.square().sum()) for probe in probes)
     if total == 0:
         return 1.0
-    inside, sample = 0.0, context.probed_sample
+    inside, sample = 0.0, context.probed_sample * samples // context.num_samples
     for probe in probes:
-        fold = max(1, len(probe) // context.num_samples)
+        fold = max(1, len(probe) // samples)
         inside += float(probe[sample * fold : (sample + 1) * fold].square().sum())
     return inside / total
 

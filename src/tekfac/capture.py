@@ -38,7 +38,7 @@ from tekfac.calls import Context, InseparableError, Share, arrangements, layer_b
 from tekfac.kinds.base import Application, LayerKind, Observed, RepetitionError, SimpleKind
 from tekfac.kinds.repeating import random_state
 from tekfac.layers import Layer
-from tekfac.likelihoods import Likelihood, Prediction
+from tekfac.likelihoods import Likelihood, OutputShapeError, Prediction
 from tekfac.outputs import OutputSelector, find_outputs
 from tekfac.padding import PaddingMask, real_positions
 from tekfac.rows import LayerBatch
@@ -53,6 +53,17 @@ REENTRANT = (
     "Curvature cannot be measured through checkpoint(..., use_reentrant=True), which allows no second look at "
     "its graph. Use checkpoint(..., use_reentrant=False)."
 )
+
+NOT_CALLED, IN_EVAL_MODE, NO_GRADIENT, RECEIVED = range(4)
+"""How far the passes of a step have come, on their way to statistics."""
+
+WHY_NOTHING_CAME = {
+    NOT_CALLED: "the model itself was not called (model(x), not its parts) with gradients enabled.",
+    IN_EVAL_MODE: "the model was called in eval mode, not in training mode. Call model.train() first.",
+    NO_GRADIENT: "the tensor that predictions are read from got no gradient from the loss. It must be one that "
+    "the model returned and the loss was taken of: choose it by outputs=... .",
+    RECEIVED: "its module was not called in model(x), or nothing that it gave led to the predictions.",
+}
 
 LossReduction = Literal["mean", "batchmean", "sum"]
 LOSS_REDUCTIONS: tuple[LossReduction, ...] = ("mean", "batchmean", "sum")
@@ -178,7 +189,8 @@ class Capture:
         self.passes = self.terms = self.samples = 0
         self.outputs: Tensor | None = None
         self.seconds = 0.0
-        self.before_pass: Callable[[], None] | None = None
+        self.before_pass: weakref.WeakMethod[Callable[[], None]] | None = None
+        self._progress = NOT_CALLED
         self._model = weakref.ref(model)
         self._likelihood = likelihood
         self._fisher = fisher
@@ -206,6 +218,8 @@ class Capture:
 
     @armed.setter
     def armed(self, armed: bool) -> None:
+        compiled.settle()
+        self._progress = NOT_CALLED
         if armed == self._armed:
             return
         self._armed = armed
@@ -260,6 +274,11 @@ class Capture:
         self.sampling.roll_back()
         self.clear()
 
+    @property
+    def why_nothing_came(self) -> str:
+        """Why a layer has no statistics after a step that was to measure it, in words."""
+        return WHY_NOTHING_CAME[self._progress]
+
     def remove_hooks(self) -> None:
         """Stop watching the model."""
         self.armed = False
@@ -274,8 +293,11 @@ class Capture:
             if self._window is not None:
                 self._window.padding = real_positions(model, self._padding_mask, args, kwargs)
                 self.drop_what_was_zeroed()
-                if self.before_pass is not None:
-                    self.before_pass()
+                before_pass = None if self.before_pass is None else self.before_pass()
+                if before_pass is not None:
+                    before_pass()
+            if not model.training:
+                self._progress = max(self._progress, IN_EVAL_MODE)
         self._depth += 1
 
     def drop_what_was_zeroed(self) -> None:
@@ -328,7 +350,13 @@ class Capture:
         if window is None or forward_raised or (self._only_training and not window.calls):
             return
         outputs = self._select(output)
+        if not isinstance(outputs, Tensor):
+            raise OutputShapeError(
+                f"The function outputs= gave a {type(outputs).__name__}. Expected a tensor of predictions, one "
+                "of those that the model returned."
+            )
         self._likelihood.check(outputs)
+        self._progress = max(self._progress, NO_GRADIENT)
         if not self._only_training:
             self.outputs = outputs
         node, output_nr = _made_by(outputs)
@@ -348,6 +376,7 @@ class Capture:
             if owner._only_training and accumulates is False:
                 return
             owner._accumulated &= accumulates is not None
+            owner._progress = RECEIVED
             node = torch._C._current_autograd_node()
             calls, window.calls, window.used = window.calls, [], True
             start = time.perf_counter()
@@ -423,7 +452,9 @@ class Capture:
         for call in calls:
             for application in self._applications(call):
                 layer = call.watched.layers.get(application.part)
-                if layer is None or not application.gradients:
+                if layer is None or not layer.weight.requires_grad:
+                    continue
+                if not application.gradients or not application.inputs.numel():  # an expert that got no token
                     continue
                 layers[layer.name] = layer
                 by_layer.setdefault(layer.name, []).append(samples_first(application, context))
@@ -564,7 +595,11 @@ def _is_unclear(call: Call, num_samples: int) -> bool:
         return known != num_samples
     if not isinstance(kind, SimpleKind):
         return True
-    return len(arrangements(kind.form(module), call.kept["input"], num_samples)) > 1
+    form, inputs = kind.form(module), call.kept["input"]
+    if form.is_unbatched(inputs):
+        return False
+    divides = len(inputs) == 1 or len(inputs) % num_samples == 0
+    return not divides or len(arrangements(form, inputs, num_samples)) > 1
 
 
 def _tensor_at(module: nn.Module, name: str) -> Any:
@@ -582,7 +617,7 @@ def _snapshot(value: Any) -> Any:
     if isinstance(value, PackedSequence):
         return value._replace(data=_snapshot(value.data))
     if isinstance(value, tuple | list):
-        return type(value)([_snapshot(part) for part in value])
+        return tuple(_snapshot(part) for part in value)
     if isinstance(value, dict):
         return {key: _snapshot(part) for key, part in value.items()}
     return value
@@ -636,3 +671,4 @@ def _make_inert() -> Callable[..., None]:
 def _remove(handles: list[RemovableHandle | compiled.Handle]) -> None:
     while handles:
         handles.pop().remove()
+    compiled.settle()

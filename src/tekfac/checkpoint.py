@@ -25,11 +25,16 @@ NamedGroups = Sequence[Mapping[str, Any]]
 def layer_to_plain(layer: Layer, curvature: LayerCurvature | None) -> dict[str, Any]:
     """One layer's shape, and its curvature (if there is any yet) as tensors and numbers."""
     plain = None if curvature is None else _curvature_to_plain(curvature)
-    return {"shape": _sizes(layer), "curvature": plain}
+    return {"shape": _sizes(layer), "form": _form(layer), "curvature": plain}
 
 
 def _sizes(layer: Layer) -> list[int]:
     return [layer.shape.groups, layer.shape.d_out, layer.shape.d_in]
+
+
+def _form(layer: Layer) -> list[Any]:
+    """In blocks of which size, and in which precision, the sides of a block are kept."""
+    return [layer.shape.block_out, layer.shape.block_in, str(layer.dtype)]
 
 
 def _curvature_to_plain(curvature: LayerCurvature) -> dict[str, Any]:
@@ -126,6 +131,11 @@ def require_same_architecture(
         expected, found = _sizes(ours[name]), theirs[name]["shape"]
         if found != expected:
             differences.append(f"layer {name!r} has blocks {expected} (groups, out, in), saved {found}")
+        elif theirs[name].get("form", _form(ours[name])) != _form(ours[name]):
+            differences.append(
+                f"layer {name!r} keeps its sides as {_form(ours[name])} (blocks of outputs, blocks of inputs, "
+                f"precision), saved {theirs[name]['form']}: give the same max_dim, large_dims, curvature_dtype"
+            )
     order = iter(_names_in_order(groups, names))
     our_groups = [[next(order) for _ in group["params"]] for group in groups]
     their_groups = [list(group["params"]) for group in saved["param_groups"]]

@@ -13,7 +13,8 @@ from typing import Any
 import torch
 
 _holders = 0
-_stance: Any = None
+_before: Any = None
+_ours: Any = None
 
 
 class Handle:
@@ -23,21 +24,34 @@ class Handle:
         self._held = True
 
     def remove(self) -> None:
-        """With the last wish the stance is what it was before the first."""
-        global _holders, _stance
-        if not self._held:
-            return
-        self._held = False
-        _holders -= 1
-        if _holders == 0 and _stance is not None:
-            _stance.__exit__(None, None, None)
-            _stance = None
+        """With the last wish the stance is what it was before the first, unless it was changed meanwhile."""
+        global _holders
+        if self._held:
+            self._held = False
+            _holders -= 1
+            settle()
 
 
 def run_eagerly() -> Handle:
     """Let compiled code run eagerly until the handle is removed."""
-    global _holders, _stance
+    global _holders, _before, _ours
     _holders += 1
-    if _holders == 1:
-        _stance = torch.compiler.set_stance("force_eager")
+    if _holders == 1 and _ours is None:
+        change = torch.compiler.set_stance("force_eager")
+        _before, _ours = change.prev, change.stance
     return Handle()
+
+
+def settle() -> None:
+    """Put the compiler's stance back if nobody wishes to run eagerly and the stance is ours.
+
+    While another stance is in force, ours may come back when that ends: then it is put back the next time.
+    """
+    global _before, _ours
+    if _holders or _ours is None:
+        return
+    change = torch.compiler.set_stance(_before.stance)
+    if change.prev is _ours:
+        _before = _ours = None
+    else:
+        change.__exit__(None, None, None)

@@ -35,6 +35,7 @@ class LayerPlan:
         parameters: how many it has.
         memory: bytes that its curvature takes.
         refresh_flops: floating-point operations of its eigendecompositions, each time the basis is refreshed.
+        frozen: whether it is frozen: then it costs nothing, until it is unfrozen.
     """
 
     name: str
@@ -45,6 +46,7 @@ class LayerPlan:
     parameters: int
     memory: int
     refresh_flops: int
+    frozen: bool = False
 
 
 @dataclass(frozen=True)
@@ -55,11 +57,13 @@ class FirstOrder:
         name: of the parameter.
         parameters: how many numbers it has.
         reason: why it has no block.
+        frozen: whether it is frozen, and not trained at all.
     """
 
     name: str
     parameters: int
     reason: str
+    frozen: bool = False
 
 
 @dataclass(frozen=True)
@@ -78,19 +82,20 @@ class Explanation:
 
     @property
     def memory(self) -> int:
-        """Bytes that all curvature takes."""
-        return sum(layer.memory for layer in self.layers)
+        """Bytes that all curvature takes; frozen layers have none."""
+        return sum(layer.memory for layer in self.layers if not layer.frozen)
 
     @property
     def refresh_flops(self) -> int:
-        """Floating-point operations of all eigendecompositions."""
-        return sum(layer.refresh_flops for layer in self.layers)
+        """Floating-point operations of all eigendecompositions; frozen layers have none."""
+        return sum(layer.refresh_flops for layer in self.layers if not layer.frozen)
 
     @property
     def share(self) -> float:
-        """Of the parameters that are preconditioned."""
-        covered = sum(layer.parameters for layer in self.layers)
-        return covered / max(1, covered + sum(parameter.parameters for parameter in self.first_order))
+        """Of the parameters that are not frozen: how many are preconditioned."""
+        covered = sum(layer.parameters for layer in self.layers if not layer.frozen)
+        others = sum(parameter.parameters for parameter in self.first_order if not parameter.frozen)
+        return covered / max(1, covered + others)
 
     def __repr__(self) -> str:
         return (
@@ -103,7 +108,7 @@ class Explanation:
             (
                 layer.name or "(the model)",
                 layer.module,
-                layer.treatment,
+                f"{layer.treatment}; frozen" if layer.frozen else layer.treatment,
                 layer.inputs,
                 layer.outputs,
                 f"{layer.parameters:,}",
@@ -112,17 +117,22 @@ class Explanation:
             )
             for layer in self.layers
         ]
-        covered = sum(layer.parameters for layer in self.layers)
+        covered = sum(layer.parameters for layer in self.layers if not layer.frozen)
         total = ("", "", "", "", "", f"{covered:,}", _bytes(self.memory), _flops(self.refresh_flops))
         lines = _aligned([HEADER, *rows, total], right_from=5)
         lines.insert(-1, "-" * max(map(len, lines)))
+        trained = sum(not layer.frozen for layer in self.layers)
         lines.append(
-            f"{self.method} preconditions {len(self.layers)} layer(s), {self.share:.0%} of the parameters."
+            f"{self.method} preconditions {trained} layer(s), {self.share:.0%} of the trainable parameters."
         )
         if self.first_order:
             lines += ["", "By momentum SGD on the raw gradient:"]
             lines += _aligned(
-                [(f"  {p.name}", f"{p.parameters:,}", p.reason) for p in self.first_order], right_from=3
+                [
+                    (f"  {p.name}", f"{p.parameters:,}", f"frozen; {p.reason}" if p.frozen else p.reason)
+                    for p in self.first_order
+                ],
+                right_from=3,
             )
         return "\n".join(lines)
 
@@ -181,6 +191,7 @@ def _plan(layer: Layer, measured: bool) -> LayerPlan:
         memory=_memory(layer, block_in, block_out, measured),
         refresh_flops=shape.groups
         * (_eigen_flops(shape.d_in, block_in) + _eigen_flops(shape.d_out, block_out)),
+        frozen=not layer.weight.requires_grad,
     )
 
 
@@ -226,7 +237,7 @@ def _first_order(model: nn.Module, inventory: Inventory) -> Iterable[FirstOrder]
         if reason is None:
             reason = f"{type(holder).__name__} has no block"
             reason += " of it" if kind_of(holder) is not None else " (tekfac.register_layer can give it one)"
-        yield FirstOrder(name, parameter.numel(), reason)
+        yield FirstOrder(name, parameter.numel(), reason, not parameter.requires_grad)
 
 
 def _aligned(rows: Sequence[Sequence[str]], right_from: int) -> list[str]:

@@ -122,8 +122,12 @@ def _claims(model: nn.Module, inventory: Inventory) -> dict[nn.Parameter, list[_
             weight = find_parameter(module, part.weight)
             if weight is None:
                 if isinstance(_attribute(module, part.weight), Tensor):
-                    reason = f"the weight of {name!r} is parametrized"
-                    inventory.reasons |= {own: reason for own, _ in module.named_parameters(name)}
+                    own = [
+                        part.bias,
+                        *(n for n, _ in module.named_parameters() if f".{part.weight}." in f".{n}"),
+                    ]
+                    names = [f"{name}.{n}" if name else n for n in own if n is not None]
+                    inventory.reasons |= dict.fromkeys(names, f"the weight of {name!r} is parametrized")
                 continue
             bias = None if part.bias is None else find_parameter(module, part.bias)
             claims.setdefault(weight, []).append(_Claim(name, Use(module, kind, index), part, weight, bias))
@@ -138,6 +142,8 @@ def _problem(name: str, module: nn.Module, kind: LayerKind) -> str | None:
                 f"Layer {name!r} is a lazy {type(module).__name__} that has not seen data yet. Run one "
                 "forward pass before making the optimizer."
             )
+    if any(not parameter.is_floating_point() for parameter in module.parameters()):
+        return "its parameters are no real numbers"
     if has_own_forward(module):
         return f"{type(module).__name__} has a forward pass of its own"
     return kind.problem(module)

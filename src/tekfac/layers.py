@@ -61,6 +61,12 @@ class Layer:
         """Weight, and bias if there is one."""
         return (self.weight,) if self.bias is None else (self.weight, self.bias)
 
+    def is_same_as(self, other: Layer) -> bool:
+        """Whether both are blocks of the same parameters, used by the same modules, in the same form."""
+        parameters = [id(p) for p in self.parameters] == [id(p) for p in other.parameters]
+        uses = [(id(u.module), u.part) for u in self.uses] == [(id(u.module), u.part) for u in other.uses]
+        return parameters and uses and (self.shape, self.dtype) == (other.shape, other.dtype)
+
     def to_matrix(self, weight: Tensor, bias: Tensor | None) -> Tensor:
         """Tensors shaped like weight and bias as one matrix per block, [G, d_out, d_in]."""
         return self.shape.to_matrix(weight, bias).to(self.dtype)

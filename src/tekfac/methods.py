@@ -33,12 +33,14 @@ class Method:
         name: as in the papers.
         factors: plain or trace-restricted.
         rescaling: product of eigenvalues or corrected second moments.
+        damping: the rule that is used unless another one is asked for; the same for all layers.
         own_damping: the paper's rule for this method, from its trace floor and reading of beta.
     """
 
     name: str
     factors: FactorRule
     rescaling: RescalingRule
+    damping: DampingRule
     own_damping: Callable[[float, BetaReading], DampingRule]
 
 
@@ -55,10 +57,10 @@ def _by_trace(without_convolutions: DampingRule) -> Callable[[float, BetaReading
     return rule
 
 
-KFAC = Method("KFAC", PLAIN, PRODUCT, own_damping=lambda floor, beta: Factored())
-EKFAC = Method("EKFAC", PLAIN, CORRECTED, own_damping=lambda floor, beta: Tikhonov())
-TKFAC = Method("TKFAC", TRACE_RESTRICTED, PRODUCT, own_damping=_by_trace(Factored(split="equal")))
-TEKFAC = Method("TEKFAC", TRACE_RESTRICTED, CORRECTED, own_damping=_by_trace(Tikhonov()))
+KFAC = Method("KFAC", PLAIN, PRODUCT, Factored(), own_damping=lambda floor, beta: Factored())
+EKFAC = Method("EKFAC", PLAIN, CORRECTED, Tikhonov(), own_damping=lambda floor, beta: Tikhonov())
+TKFAC = Method("TKFAC", TRACE_RESTRICTED, PRODUCT, Factored(split="equal"), _by_trace(Factored(split="equal")))
+TEKFAC = Method("TEKFAC", TRACE_RESTRICTED, CORRECTED, Tikhonov(), _by_trace(Tikhonov()))
 
 ALL = (KFAC, EKFAC, TKFAC, TEKFAC)
 
@@ -78,7 +80,8 @@ def named(name: str) -> Method:
 
 def default_settings(method: Method) -> dict[str, Any]:
     """Where the method's choices move a default."""
-    return {"sharing": "exact" if "exact" in method.factors.sharings else "expand"}
+    sharing = "exact" if "exact" in method.factors.sharings else "expand"
+    return {"sharing": sharing, "damping": method.damping}
 
 
 def refused_settings(method: Method) -> dict[str, str]:

@@ -82,17 +82,20 @@ class NaturalGradient(Optimizer):
         )
         self._model = model
         self._names = _names_of(model)
+        self._told: set[str] = set()
         groups = resolved_groups(model, settings.param_groups)
         requested = parameters_of(model, settings.first_order, "first_order")
         requested += [p for group in groups if group.get("first_order", False) for p in group["params"]]
         self._requested: frozenset[Tensor] = frozenset(requested)
         inventory = self._take_inventory(requested)
+        reports.inventory(name, inventory, self._names, self._told)
         self._layers, self._trainable = inventory.layers, self._is_trainable()
         self._network = NetworkCurvature(self._layers, recipe)
         self._reported: set[str] = set()
         self._attempts: dict[str, int] = {}
         self.num_steps = 0
         self.skipped_steps = 0
+        self._skipped_in_a_row = 0
         self._refresh_seconds = 0.0
         first_order_lr = lr if settings.first_order_lr is None else settings.first_order_lr
         num_given = len(groups)
@@ -121,8 +124,7 @@ class NaturalGradient(Optimizer):
             grad_scaler=settings.grad_scaler,
             seed=torch.initial_seed() if settings.seed is None else settings.seed,
         )
-        look_again = weakref.WeakMethod(self._look_again_if_frozen_or_unfrozen)
-        self._capture.before_pass = lambda: (look_again() or (lambda: None))()
+        self._capture.before_pass = weakref.WeakMethod(self._before_pass)
         self._arm()
 
     @classmethod
@@ -133,18 +135,17 @@ class NaturalGradient(Optimizer):
     # -- what is where ---------------------------------------------------------------------------------
 
     def _take_inventory(self, requested: Iterable[Tensor]) -> Inventory:
-        """The layers to precondition; what is left to first order is named in one log line."""
+        """The layers to precondition, and why others are left to first order."""
         settings, name = self._settings, type(self).__name__
         rule = SideRule(settings.max_dim, settings.large_dims)
         inventory = take_inventory(self._model, requested, rule, settings.curvature_dtype)
         if not inventory.layers and not hasattr(self, "_capture"):
             why = "; ".join(f"{n}: {reason}" for n, reason in inventory.reasons.items())
             raise ValueError(
-                f"{name} found no layer to precondition in {type(self._model).__name__}. It supports "
-                f"{', '.join(supported_types())}{' (' + why + ')' if why else ''}. Use torch.optim.SGD for "
-                "this model, or tell of its layers: tekfac.register_layer."
+                f"{name} found no layer to precondition in {type(self._model).__name__}"
+                f"{' (' + why + ')' if why else ''}. It supports {', '.join(supported_types())}. Use "
+                "torch.optim.SGD for this model, or tell of its layers: tekfac.register_layer."
             )
-        reports.inventory(name, inventory, self._names)
         return inventory
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -176,6 +177,12 @@ class NaturalGradient(Optimizer):
         of_layers["params"] = [p for p in self._names if p in ours and p in in_layers]
         of_others["params"] = [p for p in self._names if p in ours and p not in in_layers]
 
+    def _before_pass(self) -> None:
+        """What is checked when a forward pass that will be measured begins."""
+        self._look_again_if_frozen_or_unfrozen()
+        strange = [n for p, n in _names_of(self._model).items() if p.requires_grad and p not in self._names]
+        reports.strange_parameters(type(self).__name__, strange, self._told)
+
     def _look_again_if_frozen_or_unfrozen(self) -> None:
         if self._is_trainable() != self._trainable:
             self._look_again()
@@ -185,26 +192,31 @@ class NaturalGradient(Optimizer):
 
         Layers that are what they were keep their curvature.
         """
-        self._names = _names_of(self._model)
+        known, self._names = set(self._names), _names_of(self._model)
         self._trainable = self._is_trainable()
         automatic = {p for group in self.param_groups[self._automatic] for p in group["params"]}
         groups = self._group_of()
         requested = {
             p for p in self._names if p not in groups or (groups[p]["first_order"] and p not in automatic)
         }
-        before, self._layers = self._layers, self._take_inventory(requested | self._requested).layers
+        inventory = self._take_inventory(requested | self._requested)
+        before, found = self._layers, inventory.layers
+        is_new = set(self._names) != known
+        kept = [name for name, layer in found.items() if name in before and layer.is_same_as(before[name])]
+        unchanged = list(before) == list(found) == kept
+        if is_new or not unchanged:
+            reports.inventory(type(self).__name__, inventory, self._names, self._told)
+        if unchanged:
+            return
+        self._layers = found
         self._sort_automatic_groups()
-        blocks = self._network.blocks
-        self._network.layers = self._layers
-        self._network.blocks = {
-            name: block
-            for name, block in blocks.items()
-            if name in self._layers and self._layers[name].parameters == before[name].parameters
-        }
+        self._network.layers = found
+        self._network.blocks = {n: block for n, block in self._network.blocks.items() if n in kept}
         self._require_whole_layers()
         self._network.check_rules(self._damping_rules())
-        self._attempts = {name: 0 for name in self._layers if name not in self._network.blocks}
-        self._capture.watch(self._layers.values())
+        waiting = [n for n, layer in found.items() if layer.weight.requires_grad]
+        self._attempts = {name: 0 for name in waiting if name not in self._network.blocks}
+        self._capture.watch(found.values())
         self._arm()
 
     def _require_whole_layers(self) -> None:
@@ -249,7 +261,7 @@ class NaturalGradient(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        with torch.autocast(self.param_groups[0]["params"][0].device.type, enabled=False):
+        with torch.autocast(next(iter(self._names)).device.type, enabled=False):
             problem = self._try_step(loss)
         if problem is not None:
             self._skip(problem)
@@ -287,6 +299,7 @@ class NaturalGradient(Optimizer):
         self._update(directions)
         self._note_unseen()
         self.num_steps += 1
+        self._skipped_in_a_row = 0
         self._look_again_if_frozen_or_unfrozen()
         self._arm()
         return None
@@ -376,9 +389,12 @@ class NaturalGradient(Optimizer):
         """Leave everything as it was before this step's forward pass."""
         self._capture.roll_back()
         self.skipped_steps += 1
+        self._skipped_in_a_row += 1
         parameters = (p for group in self.param_groups for p in group["params"])
         diverged = not all(bool(torch.isfinite(p).all()) for p in parameters)
-        reports.skipped_step(type(self).__name__, self.num_steps, self.skipped_steps, problem, diverged)
+        reports.skipped_step(
+            type(self).__name__, self.num_steps, self.skipped_steps, self._skipped_in_a_row, problem, diverged
+        )
 
     def _note_unseen(self) -> None:
         """Keep count of layers that have a gradient but no statistics, and say so once of each."""
@@ -386,13 +402,14 @@ class NaturalGradient(Optimizer):
         for name, layer in self._layers.items():
             if name in self._network.blocks:
                 self._attempts.pop(name, None)
-            elif layer.weight.grad is not None:
+            elif layer.weight.grad is not None or name in self._attempts:
                 self._attempts[name] = self._attempts.get(name, 0) + self._capture.armed
-                unseen.append(name)
+                if layer.weight.grad is not None and self._capture.armed:
+                    unseen.append(name)
         new = [name for name in unseen if name not in self._reported]
         if new:
             self._reported.update(new)
-            reports.unseen_layers(type(self).__name__, new)
+            reports.unseen_layers(type(self).__name__, new, self._capture.why_nothing_came)
 
     @property
     def curvature(self) -> BlockDiagonal[KroneckerBlock]:

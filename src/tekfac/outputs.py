@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import fields, is_dataclass
 from typing import Any
 
 from torch import Tensor
@@ -30,10 +31,13 @@ def find_outputs(returned: Any) -> Tensor:
         if logits is None and len(returned) == 1:
             logits = next(iter(returned.values()))
     if logits is None and isinstance(returned, tuple | list):
-        logits = next((part for part in returned if isinstance(part, Tensor)), None)
+        tensors = [part for part in returned if isinstance(part, Tensor)]
+        logits = next((tensor for tensor in tensors if tensor.ndim), None)  # (loss, logits), too
     if isinstance(logits, Tensor):
         return logits
     keys = f" with keys {list(returned)}" if isinstance(returned, Mapping) else ""
+    if is_dataclass(returned):
+        keys = f" with fields {[part.name for part in fields(returned)]}"
     raise OutputShapeError(
         f"Cannot find the predictions in what the model returned: a {type(returned).__name__}{keys}. "
         "Expected a tensor, something with `.logits` or a 'logits' entry, or a tuple that starts with "

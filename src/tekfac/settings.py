@@ -102,14 +102,17 @@ class Settings:
         _require_positive("memory_budget", self.memory_budget, "a positive number of bytes")
 
 
+OF_OWN_DAMPING = {"trace_floor", "beta"}
+"""Settings of the paper's damping; to give one is to ask for it."""
+
 DESCRIPTIONS = {
     "model": "the network; tekfac.explain(model) tells which of its layers are preconditioned, and how.",
     "lr": "step length along the preconditioned gradient; not comparable with SGD's.",
     "momentum": "of the preconditioned gradient, in [0, 1).",
     "weight_decay": "decoupled: w <- (1 - lr * weight_decay) * w.",
-    "damping": "None: the method's own rule; a number: S + damping * I; or a rule of tekfac.damping.",
-    "trace_floor": "vartheta: the trace that a convolution's damping is computed from is at least this.",
-    "beta": "how fully connected layers beside convolutions are damped.",
+    "damping": "a number: S + damping * I; a rule of tekfac.damping; None: the paper's rule for this method.",
+    "trace_floor": "vartheta: the least trace that the paper's damping is computed from; asks for that one.",
+    "beta": "how the paper's damping treats linear layers beside convolutions; asks for that one.",
     "factor_decay": "weight of the past in the factors' running averages, in [0, 1).",
     "rescaling_decay": "weight of the past in the running average of Theta, in [0, 1).",
     "factors_every": "steps between updates of the factors.",
@@ -194,6 +197,8 @@ def resolve(
         if keyword in refused:
             raise TypeError(f"{owner} takes no {keyword!r}: {refused[keyword]}. Leave it out.")
     require_keywords(owner, keywords, names)
+    if keywords.keys() & OF_OWN_DAMPING:
+        defaults = {**defaults, "damping": None}
     settings = Settings(**{**defaults, **keywords})
     require_choice("sharing", settings.sharing, tuple(sharings), f" for {owner}")
     return settings

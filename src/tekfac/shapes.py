@@ -28,8 +28,8 @@ class LayerShape:
         has_bias: whether a bias is part of the block.
         groups: G, independent blocks; for the layout "units" it follows from the weight.
         layout: how the weight lies in memory.
-        parameter_names: of weight and bias, as in the model's `named_parameters`; () for name.weight,
-        name.bias. block_in: the size of the blocks that the input side is kept in (see sides.py); None: whole.
+        parameter_names: of weight and bias, as in `named_parameters`; () for name.weight and name.bias.
+        block_in: the size of the blocks that the input side is kept in (see sides.py); None: whole.
         block_out: of the output side.
     """
 

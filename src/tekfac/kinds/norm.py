@@ -7,7 +7,7 @@ of a sample is its gradient itself, which makes all four methods exact here.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
@@ -73,6 +73,22 @@ class UnitRows(RowForm):
         return a, a.new_ones(1, units, samples, 1, 1)
 
 
+@dataclass(frozen=True)
+class InstanceNormKind(UnitKind):
+    """A norm that also takes a single sample, [C, ...], without an axis for samples."""
+
+    def applications(self, module: nn.Module, call: Observed) -> list[Application]:
+        """Of a single sample as of a batch of one."""
+        if call.kept["input"].ndim == module._get_no_batch_dim():  # type: ignore[operator]
+            call = replace(
+                call,
+                kept={"input": call.kept["input"][None]},
+                gradients=[[g if g is None else g[None] for g in vector] for vector in call.gradients],
+                probe=None if call.probe is None else [g if g is None else g[None] for g in call.probe],
+            )
+        return super().applications(module, call)
+
+
 def _layer_norm(module: nn.Module, x: Tensor) -> Tensor:
     return F.layer_norm(x, module.normalized_shape, eps=module.eps)  # type: ignore[arg-type]
 
@@ -101,5 +117,5 @@ def _batch_norm(module: nn.Module, x: Tensor) -> Tensor:
 LAYER_NORM = UnitKind(normalise=_layer_norm)
 RMS_NORM = UnitKind(normalise=_rms_norm, bias=None)
 GROUP_NORM = UnitKind(normalise=_group_norm, channels=True)
-INSTANCE_NORM = UnitKind(normalise=_instance_norm, channels=True)
+INSTANCE_NORM = InstanceNormKind(normalise=_instance_norm, channels=True)
 BATCH_NORM = UnitKind(normalise=_batch_norm, channels=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from torch import nn
 
+from tekfac.kinds import huggingface
 from tekfac.kinds.attention import AttentionKind
 from tekfac.kinds.base import LayerKind
 from tekfac.kinds.convolution import ConvolutionKind, TransposedConvolutionKind
@@ -79,8 +80,8 @@ def register_layer(module_type: type[nn.Module] | str, kind: LayerKind) -> None:
     _KINDS[module_type] = kind
 
 
-# GPT-2 and its relatives in Hugging Face's transformers: y = x @ weight + bias.
-register_layer("transformers.pytorch_utils.Conv1D", LinearKind(layout="input first"))
+for _name, _kind in huggingface.KINDS.items():
+    register_layer(_name, _kind)
 
 
 def supported_types() -> list[str]:

@@ -6,6 +6,7 @@ side is kept as a diagonal, and of a few samples only the entries that occur are
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch.nn.functional as F
@@ -17,10 +18,15 @@ from tekfac.shapes import LayerShape, Layout
 
 @dataclass(frozen=True)
 class TableKind(SimpleKind):
-    """y[n, ...] = weight[x[n, ...]]."""
+    """y[n, ...] = weight[x[n, ...]], perhaps times a number.
+
+    Attributes:
+        scale: (module) -> what looked-up vectors are multiplied by; None: nothing.
+    """
 
     bias: str | None = None
     layout: Layout = "input first"
+    scale: Callable[[nn.Module], float | Tensor] | None = None
 
     def parts(self, module: nn.Module) -> tuple[Part, ...]:
         """The only one."""
@@ -36,7 +42,8 @@ class TableKind(SimpleKind):
 
     def form(self, module: nn.Module) -> RowForm:
         """Numbers of rows instead of one-hot vectors."""
-        return TokenRows(getattr(module, "padding_idx", None))
+        scale = 1.0 if self.scale is None else float(self.scale(module))
+        return TokenRows(getattr(module, "padding_idx", None), scale)
 
 
 class TokenRows(RowForm):
@@ -48,8 +55,9 @@ class TokenRows(RowForm):
 
     trailing = 0
 
-    def __init__(self, padding_idx: int | None) -> None:
+    def __init__(self, padding_idx: int | None, scale: float) -> None:
         self._padding_idx = padding_idx
+        self._scale = scale
 
     def positions(self, shape: LayerShape, gradient: Tensor, samples: int) -> int:
         """One for every look-up."""
@@ -58,8 +66,8 @@ class TokenRows(RowForm):
     def rows(self, shape: LayerShape, inputs: Tensor, gradients: Tensor) -> tuple[Tensor, Tensor]:
         """One row per look-up; those of the padding index get no gradient, as in autograd."""
         samples = len(inputs)
-        tokens = inputs.reshape(1, 1, samples, -1, 1)
-        looked_up = gradients.reshape(len(gradients), 1, samples, -1, gradients.shape[-1])
+        tokens = inputs.long().reshape(1, 1, samples, -1, 1)
+        looked_up = self._scale * gradients.reshape(len(gradients), 1, samples, -1, gradients.shape[-1])
         if self._padding_idx is not None:
             looked_up = looked_up * (tokens != self._padding_idx)
         if shape.layout == "input first":
