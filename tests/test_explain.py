@@ -158,6 +158,29 @@ def test_what_is_left_out_on_request_is_named_so() -> None:
     assert reasons["norm.weight"] == reasons["memory.weight_ih_l0"] == "left to first order on request"
 
 
+def test_frozen_layers_are_listed_and_cost_nothing() -> None:
+    model = everything()
+    whole = told(model)
+    model.memory.requires_grad_(False)
+    model.slope.requires_grad_(False)
+    explanation = told(model)
+    frozen = {layer.name for layer in explanation.layers if layer.frozen}
+    assert frozen == {"memory.ih_l0", "memory.hh_l0", "memory.ih_l0_reverse", "memory.hh_l0_reverse"}
+    assert explanation.memory == sum(layer.memory for layer in whole.layers if layer.name not in frozen)
+    assert "5 layer(s)" in str(explanation)
+    assert "Kronecker; frozen" in str(explanation)
+    trainable = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    assert explanation.share == pytest.approx((trainable - 42 - 12) / trainable)  # places, bias_k and bias_v
+
+
+def test_where_little_is_preconditioned_the_log_warns(caplog: pytest.LogCaptureFixture) -> None:
+    """As of a frozen network with adapters that no kind knows."""
+    model = nn.Sequential(nn.Linear(6, 5), nn.Bilinear(5, 5, 3))
+    model[0].requires_grad_(False)
+    tekfac.TEKFAC(model)
+    assert "with 0% of the trainable parameters" in caplog.text
+
+
 @pytest.mark.parametrize(
     ("settings", "message"),
     [

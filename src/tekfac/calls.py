@@ -89,33 +89,7 @@ def layer_batch(
         OutputShapeError: if rows cannot be told apart by sample but have to be.
         InseparableError: if there is one row for all samples, and they have to be told apart.
     """
-    num_outputs = context.num_samples
-    lengths = [len(application.inputs) for application in applications]
-    samples = num_outputs
-    if any(length % num_outputs for length in lengths):
-        samples = math.gcd(num_outputs, *lengths) if len(applications) == 1 else 1
-    folded = samples != num_outputs
-    stays = _share_of_probe(applications, context, samples) >= (0.99 if folded else 0.5)
-    samples = samples if stays else 1
-    doubt = None
-    if num_outputs > 1 and all(_has_no_samples(a, num_outputs, stays) for a in applications):
-        if not context.any_coarser:
-            raise InseparableError(
-                f"layer {layer.name!r} is applied once for all samples, so that their gradients arrive as one "
-                "sum, and only fisher='sampled' can do with that"
-            )
-    elif folded or not stays:
-        doubt = (
-            f"the rows of layer {layer.name!r} cannot be told apart by sample: the model's outputs have "
-            f"{num_outputs} samples, the layer was called with first axes of {lengths}, and gradients of one "
-            "sample's outputs do not stay with one sample's rows. If the samples are another axis of the "
-            "outputs, say which: batch_dim=..."
-        )
-    if doubt is not None and not context.any_coarser:
-        raise OutputShapeError(
-            f"{doubt[0].upper()}{doubt[1:]}. Otherwise leave the layer to first order "
-            f"(first_order=[{layer.name!r}]), or use fisher='sampled'."
-        )
+    samples, doubt = _samples_of(layer, applications, context)
     masks = _Masks.of(context)
 
     def slice_rows(start: int, stop: int) -> Rows:
@@ -126,7 +100,44 @@ def layer_batch(
     positions = sum(a.form.positions(sizes, a.gradients[0], samples) for a in applications)
     columns = len(applications[0].gradients)
     shape = BatchShape(columns, sizes.groups, samples, positions, sizes.d_in, sizes.d_out)
-    return LayerBatch(shape, context.num_terms, slice_rows), None if folded and stays else doubt
+    return LayerBatch(shape, context.num_terms, slice_rows), doubt
+
+
+def _samples_of(layer: Layer, applications: Sequence[Application], context: Context) -> tuple[int, str | None]:
+    """How many samples the rows of a layer are divided into, and what is doubtful about that, in words.
+
+    As many as the model's outputs have. Where the lengths do not divide, both may be the same samples, folded
+    in two ways. Where a probed sample's gradient does not stay with rows of its own, all rows are one sample.
+    """
+    num_outputs = context.num_samples
+    lengths = [len(application.inputs) for application in applications]
+    samples = num_outputs
+    if any(length % num_outputs for length in lengths):
+        samples = math.gcd(num_outputs, *lengths) if len(applications) == 1 else 1
+    folded = samples != num_outputs
+    stays = _share_of_probe(applications, context, samples) >= (0.99 if folded else 0.5)
+    samples = samples if stays else 1
+    if num_outputs > 1 and all(_has_no_samples(a, num_outputs, stays) for a in applications):
+        if context.any_coarser:
+            return samples, None
+        raise InseparableError(
+            f"layer {layer.name!r} is applied once for all samples, so that their gradients arrive as one sum, "
+            "and only fisher='sampled' can do with that"
+        )
+    if not folded and stays:
+        return samples, None
+    doubt = (
+        f"the rows of layer {layer.name!r} cannot be told apart by sample: the model's outputs have "
+        f"{num_outputs} samples, the layer was called with first axes of {lengths}, and gradients of one "
+        "sample's outputs do not stay with one sample's rows. If the samples are another axis of the "
+        "outputs, say which: batch_dim=..."
+    )
+    if not context.any_coarser:
+        raise OutputShapeError(
+            f"{doubt[0].upper()}{doubt[1:]}. Otherwise leave the layer to first order "
+            f"(first_order=[{layer.name!r}]), or use fisher='sampled'."
+        )
+    return samples, None if stays else doubt
 
 
 # -- which axis holds the samples ----------------------------------------------------------------------

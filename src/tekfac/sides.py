@@ -25,7 +25,8 @@ logger = logging.getLogger("tekfac")
 LargeDims = Literal["auto", "blocks", "diagonal"]
 LARGE_DIMS: tuple[LargeDims, ...] = ("auto", "blocks", "diagonal")
 
-DEFAULT_MAX_DIM = 4096
+DEFAULT_MAX_DIM = 5000
+"""Room for 4096 inputs, or 512 channels under a 3 x 3 kernel, and a bias."""
 
 MAX_BLOCKS = 4
 """Blocks that a side is split into before "auto" prefers the diagonal."""
