@@ -229,7 +229,7 @@ def test_a_wide_layer_trains_with_its_outputs_in_blocks() -> None:
         loss = F.cross_entropy(model(x), y)
         loss.backward()
         optimizer.step()
-        losses.append(float(loss))
+        losses.append(loss.item())
     basis = optimizer.curvature["0"].basis
     assert basis.vectors_out.shape == (1, 160, 40)
     assert basis.vectors_in.shape == (1, 41, 41)

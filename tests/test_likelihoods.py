@@ -390,3 +390,22 @@ def test_a_likelihood_class_of_the_users_own_is_taken() -> None:
         moments_with(which, mlp(), *(v.clone() for v in vectors(1)[0])) for which in (Sharper(), "categorical")
     )
     assert_identical(first, second)
+
+
+@pytest.mark.parametrize("shape", [(6, 4), (6, 5, 4), (6, 4, 5)], ids=["[N, C]", "[N, T, C]", "[N, C, T]"])
+@pytest.mark.parametrize("confidence", [8.0, 12.0, 16.0, 20.0, 40.0])
+def test_a_network_that_has_learnt_everything_raises_no_doubt(
+    shape: tuple[int, ...], confidence: float
+) -> None:
+    """Its gradients are of the size of rounding, and do not sum to zero over the classes."""
+    axis = shape.index(4)
+    labels = torch.randint(4, [size for size in shape if size != 4])
+    logits = confidence * F.one_hot(labels, 4).movedim(-1, axis).float() + 0.1 * torch.randn(shape)
+    logits.requires_grad_()
+    F.cross_entropy(logits.movedim(axis, 1), labels).backward()
+    assert logits.grad is not None
+    prediction = Categorical().predict(logits.detach(), logits.grad)
+    assert prediction.doubt is None
+    assert (
+        prediction.sample(torch.Generator()).sum(axis).abs().max() < 1e-6
+    )  # the axis of the classes was found

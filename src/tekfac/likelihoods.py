@@ -141,7 +141,7 @@ class Categorical(Likelihood):
         certain = 1 - probabilities.amax(-1) <= torch.finfo(outputs.dtype).eps
         counted = (gradient != 0).any(dim=axis).reshape(len(outputs), -1) | certain
         doubt = None
-        if not _holds_classes(outputs, gradient, axis):
+        if not _holds_classes(outputs, gradient, axis) and not _is_nearly_certain(outputs, axis):
             doubt = (
                 "the gradient of the loss is not that of a cross-entropy of the model's outputs as class "
                 "logits: it does not sum to zero over the classes. Is likelihood='categorical' right, and are "
@@ -192,6 +192,9 @@ class Categorical(Likelihood):
         for axis in (1, outputs.ndim - 1):
             if _holds_classes(outputs, gradient, axis):
                 return axis
+        certain = [axis for axis in (1, outputs.ndim - 1) if _is_nearly_certain(outputs, axis)]
+        if certain:
+            return min(certain, key=lambda axis: float(gradient.sum(axis).abs().sum()))
         raise OutputShapeError(
             f"Cannot tell which axis of the outputs, of shape {list(outputs.shape)}, holds the classes: "
             "the gradient of the loss sums to zero along neither axis 1 nor the last one, as a "
@@ -206,6 +209,13 @@ def _holds_classes(outputs: Tensor, gradient: Tensor, axis: int) -> bool:
         return True
     normalised = _at_least_float32(outputs).logsumexp(axis).abs().max()
     return bool(normalised <= 1e3 * torch.finfo(outputs.dtype).eps)
+
+
+def _is_nearly_certain(outputs: Tensor, axis: int) -> bool:
+    """Whether almost nothing is left to learn: gradients are then of the size of rounding, and sum to anything."""
+    probabilities = _at_least_float32(outputs).softmax(axis)
+    left = 1 - probabilities.amax(axis).mean()
+    return bool(left <= 1e4 * torch.finfo(outputs.dtype).eps)
 
 
 @dataclass(frozen=True)
