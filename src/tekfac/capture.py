@@ -24,21 +24,30 @@ import sys
 import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
-from torch.nn.utils.rnn import PackedSequence
 from torch.utils.hooks import RemovableHandle
 
 from tekfac import compiled
-from tekfac.calls import Context, InseparableError, Share, arrangements, layer_batch, samples_first
-from tekfac.kinds.base import Application, LayerKind, Observed, RepetitionError, SimpleKind
+from tekfac.calls import Context, InseparableError, Share, layer_batch, samples_first
+from tekfac.engine import (
+    REENTRANT,
+    accumulates,
+    edge_below,
+    made_by,
+    records_gradients,
+    running_node,
+    send_down,
+)
+from tekfac.kinds.base import Application, Observed, RepetitionError
 from tekfac.kinds.repeating import random_state
 from tekfac.layers import Layer
 from tekfac.likelihoods import Likelihood, OutputShapeError, Prediction
+from tekfac.noting import Call, Watched, Window, is_unclear, snapshot, tensors
 from tekfac.outputs import OutputSelector, find_outputs
 from tekfac.padding import PaddingMask, real_positions
 from tekfac.rows import LayerBatch
@@ -48,11 +57,6 @@ logger = logging.getLogger("tekfac")
 
 FisherKind = Literal["sampled", "empirical", "exact"]
 FISHER_KINDS: tuple[FisherKind, ...] = ("sampled", "empirical", "exact")
-
-REENTRANT = (
-    "Curvature cannot be measured through checkpoint(..., use_reentrant=True), which allows no second look at "
-    "its graph. Use checkpoint(..., use_reentrant=False)."
-)
 
 NOT_CALLED, IN_EVAL_MODE, NO_GRADIENT, RECEIVED = range(4)
 """How far the passes of a step have come, on their way to statistics."""
@@ -67,79 +71,6 @@ WHY_NOTHING_CAME = {
 
 LossReduction = Literal["mean", "batchmean", "sum"]
 LOSS_REDUCTIONS: tuple[LossReduction, ...] = ("mean", "batchmean", "sum")
-
-
-@dataclass(eq=False)
-class Watched:
-    """A module whose calls are noted.
-
-    Attributes:
-        module: the module.
-        kind: how it uses its parameters.
-        layers: those that its parts belong to, by the number of the part.
-        random_state: of the generators before its running call, where that is needed to repeat it.
-    """
-
-    module: nn.Module
-    kind: LayerKind
-    layers: dict[int, Layer]
-    random_state: Any = None
-
-    @property
-    def name(self) -> str:
-        """Of its first layer."""
-        return next(iter(self.layers.values())).name
-
-    @property
-    def is_trained(self) -> bool:
-        """Whether some layer's weight is, and is that of the module now (not another tensor in its place)."""
-        parts = self.kind.parts(self.module)
-        return any(
-            layer.weight.requires_grad and _tensor_at(self.module, parts[index].weight) is layer.weight
-            for index, layer in self.layers.items()
-        )
-
-
-@dataclass
-class Call:
-    """One call of a module in a forward pass.
-
-    Attributes:
-        watched: whose call it is.
-        kept: what its kind wanted to keep of the arguments.
-        versions: of the kept tensors, to notice a change in place.
-        edges: where the gradients of its outputs pass; of an output that the model's own outputs come from at
-            once the number only, and None for one without gradient.
-        outputs: their values, where the call is to be repeated.
-        random_state: of the generators before the call.
-        gradients: of the outputs, for every back-propagated vector.
-        probe: the gradients of the outputs that a single sample of the model's outputs causes; only taken where
-            shapes alone do not tell which axis holds the samples.
-    """
-
-    watched: Watched
-    kept: dict[str, Any]
-    versions: list[int]
-    edges: list[GradientEdge | int | None]
-    outputs: tuple[Tensor, ...] = ()
-    random_state: Any = None
-    gradients: list[list[Tensor | None]] = field(default_factory=list)
-    probe: list[Tensor | None] | None = None
-
-
-@dataclass
-class Window:
-    """One forward pass of the model.
-
-    Attributes:
-        calls: of its layers' modules.
-        padding: which positions are real, [N, T], where the model was told.
-        used: whether a backward pass has come by.
-    """
-
-    calls: list[Call] = field(default_factory=list)
-    padding: Tensor | None = None
-    used: bool = False
 
 
 class Capture:
@@ -287,7 +218,7 @@ class Capture:
 
     def _open_window(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if self._depth == 0:
-            watched = (model.training or not self._only_training) and _records_gradients()
+            watched = (model.training or not self._only_training) and records_gradients()
             self._window = Window() if watched else None
             self._without_gradient.clear()
             if self._window is not None:
@@ -322,21 +253,21 @@ class Capture:
     ) -> None:
         window, state = self._window, watched.random_state
         watched.random_state = None
-        is_in_backward = torch._C._current_autograd_node() is not None
+        is_in_backward = running_node() is not None
         if window is None and is_in_backward and module in self._without_gradient:
             raise RuntimeError(REENTRANT)  # it ran without gradients, and backward() runs it again
         if window is None:
             return
-        if not _records_gradients():
+        if not records_gradients():
             self._without_gradient.add(module)
             return
         outputs = watched.kind.outputs(returned)
         if not any(output.requires_grad for output in outputs) or not watched.is_trained:
             return
-        kept = _snapshot(watched.kind.keep(module, args, kwargs))
+        kept = snapshot(watched.kind.keep(module, args, kwargs))
         edges = [get_gradient_edge(output) if output.requires_grad else None for output in outputs]
         values = tuple(o.detach().clone() for o in outputs) if watched.kind.repeats(module) else ()
-        versions = [tensor._version for tensor in _tensors(kept)]
+        versions = [tensor._version for tensor in tensors(kept)]
         window.calls.append(Call(watched, kept, versions, list(edges), values, state))
         if window.padding is None and self._padding_mask is None:
             window.padding = watched.kind.real_positions(kept)
@@ -359,12 +290,12 @@ class Capture:
         self._progress = max(self._progress, NO_GRADIENT)
         if not self._only_training:
             self.outputs = outputs
-        node, output_nr = _made_by(outputs)
+        node, output_nr = made_by(outputs)
         if node is None or outputs.numel() == 0:
             return
         # What was called after the outputs were made gets nothing from them, and must not be owned here.
         for call in window.calls:
-            call.edges = [_edge_below(node, edge) for edge in call.edges]
+            call.edges = [edge_below(node, edge) for edge in call.edges]
         window.calls = [call for call in window.calls if any(edge is not None for edge in call.edges)]
         capture, values = weakref.ref(self), outputs.detach().clone()
 
@@ -372,12 +303,12 @@ class Capture:
             owner = capture()
             if owner is None or Capture._sending or window.used or gradient is None:
                 return
-            accumulates = _accumulates(window.calls)
-            if owner._only_training and accumulates is False:
+            adds_up = accumulates(window.calls)
+            if owner._only_training and adds_up is False:
                 return
-            owner._accumulated &= accumulates is not None
+            owner._accumulated &= adds_up is not None
             owner._progress = RECEIVED
-            node = torch._C._current_autograd_node()
+            node = running_node()
             calls, window.calls, window.used = window.calls, [], True
             start = time.perf_counter()
             outputs = values.to(gradient.dtype)
@@ -425,7 +356,7 @@ class Capture:
             return
 
         def send(vector: Tensor) -> list[list[Tensor | None]]:
-            return _send(outputs_edge, vector.movedim(0, self._batch_dim), calls)
+            return send_down(outputs_edge, vector.movedim(0, self._batch_dim), calls)
 
         # The last sample, since in a causal model with samples and positions mixed up it reaches most rows.
         probed_sample = int(prediction.counted.any(dim=1).nonzero()[-1])
@@ -472,7 +403,7 @@ class Capture:
     def _applications(self, call: Call) -> list[Application]:
         """What a call did with the module's parameters; none, and a word in the log, if that cannot be told."""
         watched = call.watched
-        if [tensor._version for tensor in _tensors(call.kept)] != call.versions:
+        if [tensor._version for tensor in tensors(call.kept)] != call.versions:
             self._warn_once(
                 f"the input of layer {watched.name!r} was changed in place after the layer was called "
                 "(inside a checkpointed segment?), so its statistics are left out"
@@ -497,7 +428,7 @@ class Capture:
         names = [layer.name for call in calls for layer in call.watched.layers.values()]
         if len(set(names)) < len(names) or (outputs.ndim > 2 and not self._probed.issuperset(names)):
             return True
-        return any(_is_unclear(call, len(outputs)) for call in calls)
+        return any(is_unclear(call, len(outputs)) for call in calls)
 
     def _num_terms(self, prediction: Prediction) -> int:
         """M, the number of summands that the Fisher is divided by."""
@@ -518,121 +449,6 @@ class Capture:
         if message not in self._warned:
             self._warned.add(message)
             logger.warning("%s", message[0].upper() + message[1:] + ("" if message.endswith("?") else "."))
-
-
-def _records_gradients() -> bool:
-    """Whether this is a plain forward pass that autograd records (not one inside torch.func)."""
-    return torch.is_grad_enabled() and torch._C._functorch.peek_interpreter_stack() is None
-
-
-def _made_by(outputs: Tensor) -> tuple[Any, int]:
-    """The graph node that made the outputs, and which of its results they are.
-
-    A mere change of precision is passed over: a wrapper for mixed precision may return a copy in float32 while
-    the loss was taken of the original.
-    """
-    node, output_nr = outputs.grad_fn, outputs.output_nr
-    while node is not None and node.name() == "ToCopyBackward0":
-        node, output_nr = node.next_functions[0]
-    return node, output_nr
-
-
-def _accumulates(calls: Sequence[Call]) -> bool | None:
-    """Whether the running backward pass adds to the gradient of some layer's weight.
-
-    Adversarial examples and gradient penalties differentiate by inputs alone: nothing to measure there. None
-    for autograd.grad(loss, parameters), which collects gradients in another way.
-    """
-    weights = (layer.weight for call in calls for layer in call.watched.layers.values())
-    try:
-        return any(
-            torch._C._will_engine_execute_node(get_gradient_edge(weight).node)
-            for weight in weights
-            if weight.requires_grad
-        )
-    except RuntimeError:
-        return None
-
-
-def _send(outputs_edge: GradientEdge, vector: Tensor, calls: Sequence[Call]) -> list[list[Tensor | None]]:
-    """Back-propagate one vector from the outputs; what arrives at each call's outputs."""
-    edges = [
-        GradientEdge(outputs_edge.node, edge) if isinstance(edge, int) else edge
-        for call in calls
-        for edge in call.edges
-        if edge is not None
-    ]
-    try:
-        arrived = torch.autograd.grad([outputs_edge], edges, [vector], retain_graph=True, allow_unused=True)
-    except RuntimeError as error:
-        if "use_reentrant" not in str(error):
-            raise
-        raise RuntimeError(REENTRANT) from error
-    gradients = iter(arrived)
-
-    def next_one(edge: GradientEdge | int | None) -> Tensor | None:
-        gradient = None if edge is None else next(gradients)
-        return None if gradient is None else gradient.detach()
-
-    return [[next_one(edge) for edge in call.edges] for call in calls]
-
-
-def _edge_below(node: Any, edge: GradientEdge | int | None) -> GradientEdge | int | None:
-    """The edge, if the model's outputs, which this node made, can reach it; only its number if it is theirs.
-
-    What was called after the outputs were made gets nothing from them, and their own node must not be owned.
-    """
-    if edge is None or isinstance(edge, int) or edge.node._sequence_nr() > node._sequence_nr():
-        return None
-    return edge.output_nr if edge.node is node else edge
-
-
-def _is_unclear(call: Call, num_samples: int) -> bool:
-    """Whether the shape of a call leaves open which axis holds the samples."""
-    kind, module = call.watched.kind, call.watched.module
-    known = kind.num_samples(module, call.kept)
-    if known is not None:
-        return known != num_samples
-    if not isinstance(kind, SimpleKind):
-        return True
-    form, inputs = kind.form(module), call.kept["input"]
-    if form.is_unbatched(inputs):
-        return False
-    divides = len(inputs) == 1 or len(inputs) % num_samples == 0
-    return not divides or len(arrangements(form, inputs, num_samples)) > 1
-
-
-def _tensor_at(module: nn.Module, name: str) -> Any:
-    path, _, own = name.rpartition(".")
-    return getattr(module.get_submodule(path), own, None)
-
-
-def _snapshot(value: Any) -> Any:
-    """Arguments of a call, safe from later changes.
-
-    Data may be overwritten by the user before step(); what autograd has saved may not.
-    """
-    if isinstance(value, Tensor):
-        return value.detach() if value.requires_grad else value.clone()
-    if isinstance(value, PackedSequence):
-        return value._replace(data=_snapshot(value.data))
-    if isinstance(value, tuple | list):
-        return tuple(_snapshot(part) for part in value)
-    if isinstance(value, dict):
-        return {key: _snapshot(part) for key, part in value.items()}
-    return value
-
-
-def _tensors(value: Any) -> Iterator[Tensor]:
-    """The tensors in a snapshot."""
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, dict):
-        yield from (tensor for part in value.values() for tensor in _tensors(part))
-    elif isinstance(value, PackedSequence):
-        yield value.data
-    elif isinstance(value, tuple | list):
-        yield from (tensor for part in value for tensor in _tensors(part))
 
 
 class _Hook:

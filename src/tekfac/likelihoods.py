@@ -212,7 +212,7 @@ def _holds_classes(outputs: Tensor, gradient: Tensor, axis: int) -> bool:
 
 
 def _is_nearly_certain(outputs: Tensor, axis: int) -> bool:
-    """Whether almost nothing is left to learn: gradients are then of the size of rounding, and sum to anything."""
+    """Whether almost nothing is left to learn: gradients are then mere rounding, and sum to anything."""
     probabilities = _at_least_float32(outputs).softmax(axis)
     left = 1 - probabilities.amax(axis).mean()
     return bool(left <= 1e4 * torch.finfo(outputs.dtype).eps)

@@ -180,7 +180,8 @@ class NaturalGradient(Optimizer):
     def _before_pass(self) -> None:
         """What is checked when a forward pass that will be measured begins."""
         self._look_again_if_frozen_or_unfrozen()
-        strange = [n for p, n in _names_of(self._model).items() if p.requires_grad and p not in self._names]
+        ours = self._group_of()
+        strange = [n for p, n in _names_of(self._model).items() if p.requires_grad and p not in ours]
         reports.strange_parameters(type(self).__name__, strange, self._told)
 
     def _look_again_if_frozen_or_unfrozen(self) -> None:
