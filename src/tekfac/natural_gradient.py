@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, Self, Unpack, overload
 
 import torch
@@ -17,14 +17,12 @@ from tekfac.blocks import KroneckerBlock
 from tekfac.capture import Capture
 from tekfac.curvature import Due, NonFiniteStatisticsError, Recipe
 from tekfac.damping import DampingRule, as_rule
-from tekfac.groups import completed_groups, parameters_of, resolved_groups
-from tekfac.inventory import Inventory, plain_name, take_inventory
-from tekfac.kinds.registry import supported_types
+from tekfac.layers import Layer
 from tekfac.likelihoods import as_likelihood
 from tekfac.methods import Method, default_settings, paper_settings, refused_settings
 from tekfac.network import LayerSignals, NetworkCurvature
+from tekfac.roster import Roster
 from tekfac.settings import Keywords, check_group, documented, resolve, signature
-from tekfac.sides import SideRule
 from tekfac.update import apply_update, kl_coefficient
 
 MAX_ATTEMPTS = 3
@@ -80,16 +78,7 @@ class NaturalGradient(Optimizer):
             averaging=settings.averaging,
             memory_budget=settings.memory_budget,
         )
-        self._model = model
-        self._names = _names_of(model)
-        self._told: set[str] = set()
-        groups = resolved_groups(model, settings.param_groups)
-        requested = parameters_of(model, settings.first_order, "first_order")
-        requested += [p for group in groups if group.get("first_order", False) for p in group["params"]]
-        self._requested: frozenset[Tensor] = frozenset(requested)
-        inventory = self._take_inventory(requested)
-        reports.inventory(name, inventory, self._names, self._told)
-        self._layers, self._trainable = inventory.layers, self._is_trainable()
+        self._roster = Roster(name, model, settings)
         self._network = NetworkCurvature(self._layers, recipe)
         self._reported: set[str] = set()
         self._attempts: dict[str, int] = {}
@@ -98,8 +87,6 @@ class NaturalGradient(Optimizer):
         self._skipped_in_a_row = 0
         self._refresh_seconds = 0.0
         first_order_lr = lr if settings.first_order_lr is None else settings.first_order_lr
-        num_given = len(groups)
-        groups = completed_groups(model, self._layers.values(), groups, first_order_lr)
         defaults = {
             "lr": lr,
             "momentum": momentum,
@@ -107,8 +94,7 @@ class NaturalGradient(Optimizer):
             "damping": settings.damping,
             "first_order": False,
         }
-        super().__init__(groups, defaults)
-        self._automatic = slice(num_given, len(self.param_groups))
+        super().__init__(self._roster.param_groups(first_order_lr), defaults)
         self._first_order_ratio = first_order_lr / lr
         self._require_whole_layers()
         self._network.check_rules(self._damping_rules())
@@ -134,19 +120,13 @@ class NaturalGradient(Optimizer):
 
     # -- what is where ---------------------------------------------------------------------------------
 
-    def _take_inventory(self, requested: Iterable[Tensor]) -> Inventory:
-        """The layers to precondition, and why others are left to first order."""
-        settings, name = self._settings, type(self).__name__
-        rule = SideRule(settings.max_dim, settings.large_dims)
-        inventory = take_inventory(self._model, requested, rule, settings.curvature_dtype)
-        if not inventory.layers and not hasattr(self, "_capture"):
-            why = "; ".join(f"{n}: {reason}" for n, reason in inventory.reasons.items())
-            raise ValueError(
-                f"{name} found no layer to precondition in {type(self._model).__name__}"
-                f"{' (' + why + ')' if why else ''}. It supports {', '.join(supported_types())}. Use "
-                "torch.optim.SGD for this model, or tell of its layers: tekfac.register_layer."
-            )
-        return inventory
+    @property
+    def _layers(self) -> dict[str, Layer]:
+        return self._roster.layers
+
+    @property
+    def _names(self) -> dict[Tensor, str]:
+        return self._roster.names
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group, as for any torch optimizer.
@@ -162,62 +142,27 @@ class NaturalGradient(Optimizer):
             late = [p for p in self.param_groups[-1]["params"] if p not in self._names]
             reports.late_parameters(type(self).__name__, len(late))
 
-    def _is_trainable(self) -> list[bool]:
-        """Of every parameter, whether it is not frozen now."""
-        return [parameter.requires_grad for parameter in self._names]
-
-    def _sort_automatic_groups(self) -> None:
-        """Put what no group of the user's has where it belongs now: to the layers, or to the rest."""
-        automatic = self.param_groups[self._automatic]
-        if len(automatic) < 2:
-            return
-        of_layers, of_others = automatic
-        in_layers = {p for layer in self._layers.values() for p in layer.parameters}
-        ours = {p for group in automatic for p in group["params"]}
-        of_layers["params"] = [p for p in self._names if p in ours and p in in_layers]
-        of_others["params"] = [p for p in self._names if p in ours and p not in in_layers]
-
     def _before_pass(self) -> None:
         """What is checked when a forward pass that will be measured begins."""
         self._look_again_if_frozen_or_unfrozen()
-        ours = self._group_of()
-        strange = [n for p, n in _names_of(self._model).items() if p.requires_grad and p not in ours]
-        reports.strange_parameters(type(self).__name__, strange, self._told)
+        self._roster.report_strangers(self.param_groups)
 
     def _look_again_if_frozen_or_unfrozen(self) -> None:
-        if self._is_trainable() != self._trainable:
+        if self._roster.was_frozen_or_unfrozen():
             self._look_again()
 
     def _look_again(self) -> None:
-        """Look through the model again: it has got parameters, or some were frozen or unfrozen.
-
-        Layers that are what they were keep their curvature.
-        """
-        known, self._names = set(self._names), _names_of(self._model)
-        self._trainable = self._is_trainable()
-        automatic = {p for group in self.param_groups[self._automatic] for p in group["params"]}
-        groups = self._group_of()
-        requested = {
-            p for p in self._names if p not in groups or (groups[p]["first_order"] and p not in automatic)
-        }
-        inventory = self._take_inventory(requested | self._requested)
-        before, found = self._layers, inventory.layers
-        is_new = set(self._names) != known
-        kept = [name for name, layer in found.items() if name in before and layer.is_same_as(before[name])]
-        unchanged = list(before) == list(found) == kept
-        if is_new or not unchanged:
-            reports.inventory(type(self).__name__, inventory, self._names, self._told)
-        if unchanged:
+        """Look through the model again; layers that are what they were keep their curvature."""
+        kept = self._roster.look_again(self.param_groups)
+        if kept is None:
             return
-        self._layers = found
-        self._sort_automatic_groups()
-        self._network.layers = found
+        self._network.layers = self._layers
         self._network.blocks = {n: block for n, block in self._network.blocks.items() if n in kept}
         self._require_whole_layers()
         self._network.check_rules(self._damping_rules())
-        waiting = [n for n, layer in found.items() if layer.weight.requires_grad]
+        waiting = [n for n, layer in self._layers.items() if layer.weight.requires_grad]
         self._attempts = {name: 0 for name in waiting if name not in self._network.blocks}
-        self._capture.watch(found.values())
+        self._capture.watch(self._layers.values())
         self._arm()
 
     def _require_whole_layers(self) -> None:
@@ -494,8 +439,3 @@ class NaturalGradient(Optimizer):
             f"{type(self).__name__} watches a live model and cannot be copied or pickled. Save its "
             "state_dict() and load that into an optimizer made for the other model."
         )
-
-
-def _names_of(model: nn.Module) -> dict[Tensor, str]:
-    """The name of every parameter, without what a compiled model adds to it."""
-    return {parameter: plain_name(name) for name, parameter in model.named_parameters()}
