@@ -82,7 +82,7 @@ def trained(method: str, network: str, settings: dict[str, Any], seed: int) -> t
         loss = F.cross_entropy(model(images[chosen]), labels[chosen])
         loss.backward()
         optimizer.step()
-        losses.append(float(loss))
+        losses.append(loss.item())
     finite = [value if math.isfinite(value) else math.inf for value in losses]
     return max(finite), sum(finite[-10:]) / 10, optimizer.skipped_steps
 
