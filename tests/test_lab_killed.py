@@ -39,7 +39,13 @@ def tekfac(*arguments: str, folder: Path) -> subprocess.Popen[str]:
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
+        preexec_fn=hear_interrupts,
     )
+
+
+def hear_interrupts() -> None:
+    """As in a terminal; what a shell starts in the background ignores them, and so does what that starts."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def run(*arguments: str, folder: Path) -> str:
