@@ -11,7 +11,7 @@ from __future__ import annotations
 import copy
 import itertools
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -549,3 +549,15 @@ def assert_ignored_samples_do_not_count(case: Case, combinations: Iterable[Combi
                 error = float((have - want).abs().max() / want.abs().max())
                 where = f"{layer}, {method.__name__}, {sharing}, {fisher}"
                 assert error < RTOL, f"{where}: relative error {error:.2e}"
+
+
+def numbers(state: Any) -> Iterator[int]:
+    """Sizes of all tensors of a nested state."""
+    if isinstance(state, Tensor):
+        yield state.numel()
+    elif isinstance(state, dict):
+        for value in state.values():
+            yield from numbers(value)
+    elif isinstance(state, list | tuple):
+        for value in state:
+            yield from numbers(value)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from functools import cache
 from typing import Any
 
@@ -25,6 +24,7 @@ from blocks_oracle import (
     assert_rows_give_autograds_gradients,
     names_in_log,
     net_case,
+    numbers,
     one_step,
     places,
     with_one,
@@ -218,18 +218,6 @@ def test_tied_layers_have_one_block_of_both_uses(bias: bool, pooled: bool) -> No
 
 
 # -- many tokens ---------------------------------------------------------------------------------------
-
-
-def numbers(state: Any) -> Iterator[int]:
-    """Sizes of all tensors of a nested state."""
-    if isinstance(state, Tensor):
-        yield state.numel()
-    elif isinstance(state, dict):
-        for value in state.values():
-            yield from numbers(value)
-    elif isinstance(state, list | tuple):
-        for value in state:
-            yield from numbers(value)
 
 
 class ManyTokens(nn.Module):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import cache
 from typing import Any
 
@@ -26,6 +26,7 @@ from blocks_oracle import (
     expected_part,
     matrix_places,
     net_case,
+    numbers,
     one_step,
     rows_of,
 )
@@ -134,18 +135,6 @@ def test_a_diagonal_of_both_sides_keeps_the_diagonal_of_the_fisher_where_it_is_c
 
 
 # -- very many classes ---------------------------------------------------------------------------------
-
-
-def numbers(state: Any) -> Iterator[int]:
-    """Sizes of all tensors of a nested state."""
-    if isinstance(state, Tensor):
-        yield state.numel()
-    elif isinstance(state, dict):
-        for value in state.values():
-            yield from numbers(value)
-    elif isinstance(state, list | tuple):
-        for value in state:
-            yield from numbers(value)
 
 
 @every_method

@@ -140,7 +140,7 @@ class Capture:
         self._probed: set[str] = set()
         self._warned: set[str] = set()
         self._handles: list[RemovableHandle | compiled.Handle] = []
-        self._remove_hooks = weakref.finalize(self, _remove, self._handles)
+        weakref.finalize(self, _remove, self._handles)
 
     @property
     def armed(self) -> bool:
@@ -209,10 +209,6 @@ class Capture:
     def why_nothing_came(self) -> str:
         """Why a layer has no statistics after a step that was to measure it, in words."""
         return WHY_NOTHING_CAME[self._progress]
-
-    def remove_hooks(self) -> None:
-        """Stop watching the model."""
-        self.armed = False
 
     # -- the forward pass ------------------------------------------------------------------------------
 

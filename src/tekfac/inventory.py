@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import UninitializedParameter
 
-from tekfac.kinds.base import LayerKind, Part
+from tekfac.kinds.base import LayerKind, Part, attribute_at
 from tekfac.kinds.linear import LinearKind
 from tekfac.kinds.registry import has_own_forward, kind_of
 from tekfac.kinds.table import TableKind
@@ -121,7 +121,7 @@ def _claims(model: nn.Module, inventory: Inventory) -> dict[nn.Parameter, list[_
         for index, part in enumerate(kind.parts(module)):
             weight = find_parameter(module, part.weight)
             if weight is None:
-                if isinstance(_attribute(module, part.weight), Tensor):
+                if isinstance(attribute_at(module, part.weight), Tensor):
                     own = [
                         part.bias,
                         *(n for n, _ in module.named_parameters() if f".{part.weight}." in f".{n}"),
@@ -153,11 +153,6 @@ def find_parameter(module: nn.Module, name: str) -> nn.Parameter | None:
     """A parameter of the module, or of one of its submodules; None if something else stands there."""
     path, _, own = name.rpartition(".")
     return module.get_submodule(path)._parameters.get(own)
-
-
-def _attribute(module: nn.Module, name: str) -> object:
-    path, _, own = name.rpartition(".")
-    return getattr(module.get_submodule(path), own, None)
 
 
 def _holders(model: nn.Module) -> dict[nn.Parameter, list[tuple[str, nn.Module]]]:

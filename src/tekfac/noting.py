@@ -11,7 +11,7 @@ from torch.autograd.graph import GradientEdge
 from torch.nn.utils.rnn import PackedSequence
 
 from tekfac.calls import arrangements
-from tekfac.kinds.base import LayerKind, SimpleKind
+from tekfac.kinds.base import LayerKind, SimpleKind, attribute_at
 from tekfac.layers import Layer
 
 
@@ -41,7 +41,7 @@ class Watched:
         """Whether some layer's weight is, and is that of the module now (not another tensor in its place)."""
         parts = self.kind.parts(self.module)
         return any(
-            layer.weight.requires_grad and _tensor_at(self.module, parts[index].weight) is layer.weight
+            layer.weight.requires_grad and attribute_at(self.module, parts[index].weight) is layer.weight
             for index, layer in self.layers.items()
         )
 
@@ -101,11 +101,6 @@ def is_unclear(call: Call, num_samples: int) -> bool:
         return False
     divides = len(inputs) == 1 or len(inputs) % num_samples == 0
     return not divides or len(arrangements(form, inputs, num_samples)) > 1
-
-
-def _tensor_at(module: nn.Module, name: str) -> Any:
-    path, _, own = name.rpartition(".")
-    return getattr(module.get_submodule(path), own, None)
 
 
 def snapshot(value: Any) -> Any:

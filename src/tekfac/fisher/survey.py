@@ -240,7 +240,7 @@ class Survey:
             yield capture
         finally:
             capture.clear()
-            capture.remove_hooks()
+            capture.armed = False
             for module, training in modes.items():
                 module.training = training
 

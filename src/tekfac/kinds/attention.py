@@ -226,12 +226,11 @@ def _by_part(
     longest = max(tensor.shape[1] for tensor in attention.inputs)
     joint_mask = _stacked([mask[..., None] for mask in masks], longest)[..., 0]
     everything = bool(joint_mask.all())
-    out = Application(0, SequenceRows(), attention.heads, [])
     if module._qkv_same_embed_dim:
         inputs = _stacked(attention.inputs, longest)
         joint = Application(0, GroupedRows(), inputs, [], real=None if everything else joint_mask)
         gradients = [[_stacked(vector[:3], longest), vector[3]] for vector in vectors]
-        return [joint, _numbered(out, 1)], gradients
+        return [joint, Application(1, SequenceRows(), attention.heads, [])], gradients
     applications = [
         Application(index, SequenceRows(), tensor, [], real=None if bool(mask.all()) else mask[:, None])
         for index, (tensor, mask) in enumerate(zip(attention.inputs, masks, strict=True))
@@ -245,11 +244,8 @@ def _by_part(
             own.append(_stacked(vector[:3], longest))
     for own, vector in zip(gradients, vectors, strict=True):
         own.append(vector[3])
-    return [*applications, _numbered(out, len(applications))], gradients
-
-
-def _numbered(application: Application, part: int) -> Application:
-    return Application(part, application.form, application.inputs, application.gradients)
+    applications.append(Application(len(applications), SequenceRows(), attention.heads, []))
+    return applications, gradients
 
 
 def _stacked(tensors: list[Tensor], longest: int) -> Tensor:

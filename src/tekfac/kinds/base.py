@@ -239,6 +239,12 @@ def own_bias(module: nn.Module, name: str | None) -> str | None:
     return name if name is not None and isinstance(module._parameters.get(name), nn.Parameter) else None
 
 
+def attribute_at(module: nn.Module, name: str) -> Any:
+    """What stands under a name in the module or a submodule ("out_proj.weight"); None if nothing does."""
+    path, _, own = name.rpartition(".")
+    return getattr(module.get_submodule(path), own, None)
+
+
 def first_argument(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
     """The first argument of a call, by position or by name."""
     if args:
