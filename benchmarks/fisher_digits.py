@@ -12,7 +12,7 @@ import time
 from pathlib import Path
 
 from provenance import provenance
-from tekfac.command import main as tekfac
+from tekfac.cli.main import main as tekfac
 
 FIGURES = {
     "errors": "Relative Frobenius error of every layer and method after the last epoch.",

@@ -3,9 +3,9 @@
     python benchmarks/same_numbers.py save before.pt    # with the code before the change
     python benchmarks/same_numbers.py check before.pt   # with the code after it, on the same machine
 
-All four methods train a CNN, a small transformer and an LSTM, at their defaults, with the paper's settings and with
-frequent measurements, and with each kind of Fisher. Only names that users import are used here, so that the same file
-runs with both versions. Bits may differ between machines; a file says nothing about another one.
+All four methods train a CNN, a small transformer and an LSTM, at their defaults, with the paper's settings,
+with frequent measurements, and with each kind of Fisher. Only names that users import are used, so that the
+same file runs with both versions. Bits may differ between machines: compare on the one that saved.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ OFTEN = {"factors_every": 7, "basis_every": 10}
 
 
 class Transformer(nn.Module):
-    """Embeddings, one block of attention and a feed-forward network, and a projection; tokens in, logits out."""
+    """Embeddings, one block of attention and feed-forward layers, and a projection."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -19,7 +19,7 @@ from dense import assert_close, dense_block, measured
 from kfac_jax_tnt import tnt_blocks
 from tekfac import EKFAC, KFAC, TKFAC
 from tekfac.likelihoods import Gaussian
-from tekfac.natural_gradient import NaturalGradient
+from tekfac.optim.natural_gradient import NaturalGradient
 
 FISHER = {"empirical": "empirical", "exact": "type-2"}  # our name: theirs
 

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 import oracle
 from dense import METHODS, RTOL, assert_close, sharings, solve_rtol
 from tekfac import EKFAC, KFAC, TEKFAC, TKFAC
-from tekfac.natural_gradient import NaturalGradient
+from tekfac.optim.natural_gradient import NaturalGradient
 
 CLASSES = 3
 DAMPING = 0.05

@@ -13,9 +13,9 @@ from torch import Tensor, nn
 
 import oracle
 from tekfac import EKFAC, KFAC, TEKFAC, TKFAC
-from tekfac.blocks import KroneckerBlock
-from tekfac.curvature import LayerCurvature
-from tekfac.natural_gradient import NaturalGradient
+from tekfac.curvature.blocks import KroneckerBlock
+from tekfac.curvature.layer_curvature import LayerCurvature
+from tekfac.optim.natural_gradient import NaturalGradient
 
 METHODS = (KFAC, EKFAC, TKFAC, TEKFAC)
 RTOL = 1e-10

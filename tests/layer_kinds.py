@@ -21,13 +21,13 @@ from torch import Tensor, nn
 import oracle
 from dense import assert_close, dense_block, gradient_step, oracle_block
 from tekfac import KFAC, TEKFAC, TKFAC
-from tekfac.capture import Capture, FisherKind, LossReduction
-from tekfac.curvature import LayerCurvature
-from tekfac.eigenbasis import Eigenbasis
-from tekfac.inventory import take_inventory
+from tekfac.capture.hooks import Capture, FisherKind, LossReduction
+from tekfac.curvature.eigenbasis import Eigenbasis
+from tekfac.curvature.layer_curvature import LayerCurvature
+from tekfac.layers.inventory import take_inventory
+from tekfac.layers.rows import BatchShape, LayerBatch, Rows
 from tekfac.likelihoods import Likelihood, SampledLoss, as_likelihood
-from tekfac.natural_gradient import NaturalGradient
-from tekfac.rows import BatchShape, LayerBatch, Rows
+from tekfac.optim.natural_gradient import NaturalGradient
 
 Shape = tuple[int, ...]
 KINDS: Mapping[str, Callable[[bool], tuple[oracle.Layer, Shape]]] = {

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
 from dense import every_method
 from tekfac import TEKFAC
-from tekfac.natural_gradient import NaturalGradient
+from tekfac.optim.natural_gradient import NaturalGradient
 from training import assert_identical, backward, everything, images, train, vectors
 
 LAYERS = {"first", "blocks.0.0", "blocks.0.2", "blocks.1.0", "blocks.1.2", "head"}

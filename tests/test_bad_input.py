@@ -15,7 +15,7 @@ from dense import METHODS
 from tekfac import EKFAC, KFAC, TEKFAC, TKFAC
 from tekfac.damping import BesideConvolutions, Factored, Tikhonov, TraceBased
 from tekfac.likelihoods import Categorical, Gaussian, OutputShapeError
-from tekfac.natural_gradient import NaturalGradient
+from tekfac.optim.natural_gradient import NaturalGradient
 from training import assert_identical, backward, cnn, everything, images, mlp, train, vectors
 
 NAN, INFINITY = float("nan"), float("inf")

@@ -31,7 +31,7 @@ from blocks_oracle import (
 )
 from dense import assert_close, every_method
 from tekfac import TEKFAC
-from tekfac.natural_gradient import NaturalGradient
+from tekfac.optim.natural_gradient import NaturalGradient
 
 TOKENS, WIDTH, SAMPLES = 6, 3, 14
 UNUSED = 4

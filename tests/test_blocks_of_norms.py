@@ -28,7 +28,7 @@ from blocks_oracle import (
 )
 from dense import every_method, normal
 from tekfac import TEKFAC, TKFAC
-from tekfac.natural_gradient import NaturalGradient
+from tekfac.optim.natural_gradient import NaturalGradient
 
 SAMPLES = 8
 Normalised = Callable[[nn.Module, Tensor], Tensor]

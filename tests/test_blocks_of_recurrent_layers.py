@@ -32,7 +32,7 @@ from blocks_oracle import (
 )
 from dense import every_method, normal
 from tekfac import KFAC, TEKFAC, TKFAC
-from tekfac.natural_gradient import NaturalGradient
+from tekfac.optim.natural_gradient import NaturalGradient
 
 INPUTS, HIDDEN, LENGTH, SAMPLES = 3, 2, 4, 14
 Recurrent = nn.RNN | nn.LSTM | nn.GRU

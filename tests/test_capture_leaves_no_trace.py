@@ -22,7 +22,7 @@ from torch.utils.checkpoint import checkpoint
 
 from dense import METHODS
 from tekfac import TEKFAC
-from tekfac.natural_gradient import NaturalGradient
+from tekfac.optim.natural_gradient import NaturalGradient
 from training import assert_identical, backward, cnn, everything, images, mlp, train, vectors
 
 EVERY_STEP = {"factors_every": 1, "basis_every": 1, "rescaling_every": 1}

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from dense import METHODS
 from tekfac import TEKFAC
-from tekfac.natural_gradient import NaturalGradient
+from tekfac.optim.natural_gradient import NaturalGradient
 from training import Batch, assert_identical, everything, mlp, train, vectors
 
 

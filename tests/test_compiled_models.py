@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from tekfac import KFAC, TEKFAC
-from tekfac.natural_gradient import NaturalGradient
+from tekfac.optim.natural_gradient import NaturalGradient
 from training import assert_identical, copied, differences
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # the compiler's own, which differ between versions

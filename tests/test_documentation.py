@@ -16,7 +16,7 @@ from tekfac import TEKFAC, fisher
 from tekfac.lab import optimizers
 from tekfac.lab.config import RunConfig
 from tekfac.lab.grids import Sweep
-from tekfac.settings import DESCRIPTIONS
+from tekfac.optim.settings import DESCRIPTIONS
 
 ROOT = Path(__file__).resolve().parent.parent
 

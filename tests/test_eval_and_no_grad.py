@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import oracle
 from dense import assert_close, dense_block
 from tekfac import TEKFAC
-from tekfac.natural_gradient import NaturalGradient
+from tekfac.optim.natural_gradient import NaturalGradient
 from training import assert_identical, backward, everything, mlp, train, vectors
 
 INTERVALS = {"factors_every": 1, "basis_every": 2, "rescaling_every": 1}

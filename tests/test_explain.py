@@ -16,8 +16,8 @@ from torch.nn.functional import cross_entropy
 
 import tekfac
 from dense import METHODS, every_method
-from tekfac.command import main
-from tekfac.natural_gradient import NaturalGradient
+from tekfac.cli.main import main
+from tekfac.optim.natural_gradient import NaturalGradient
 
 EVERY_METHOD = [method.__name__.lower() for method in METHODS]
 
@@ -247,7 +247,7 @@ def test_the_command_needs_torch_alone(network: Path) -> None:
     code = (
         "import sys\n"
         "sys.modules.update(dict.fromkeys(['numpy', 'rich', 'matplotlib', 'scipy', 'sklearn', 'optuna']))\n"
-        "from tekfac.command import main\n"
+        "from tekfac.cli.main import main\n"
         f"sys.exit(main(['explain', {f'{network}:make'!r}]))"
     )
     finished = subprocess.run([sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True)

@@ -11,9 +11,9 @@ from torch import Tensor
 
 from dense import METHODS, assert_close, statistics
 from tekfac import TEKFAC
-from tekfac.natural_gradient import NaturalGradient
-from tekfac.rescaling import rotated
-from tekfac.sides import JITTERS, DecompositionError, symmetric_eigen
+from tekfac.curvature.rescaling import rotated
+from tekfac.curvature.symmetric import JITTERS, DecompositionError, symmetric_eigen
+from tekfac.optim.natural_gradient import NaturalGradient
 from training import assert_identical, mlp, through_a_file, train, vectors
 
 Eigh = Callable[[Tensor], tuple[Tensor, Tensor]]

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from dense import METHODS, assert_close
 from tekfac import TEKFAC
-from tekfac.natural_gradient import NaturalGradient
+from tekfac.optim.natural_gradient import NaturalGradient
 from training import assert_identical, cnn, images, mlp, train, vectors
 
 

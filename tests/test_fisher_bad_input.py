@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tekfac import fisher
-from tekfac.blocks import Block, DenseBlock, GramBlock
+from tekfac.curvature.blocks import Block, DenseBlock, GramBlock
 from tekfac.likelihoods import Categorical, OutputShapeError
 from training import Batch, cnn, images, mlp, vectors
 

@@ -28,11 +28,11 @@ from layer_kinds import (
     samples_of,
 )
 from tekfac import fisher
-from tekfac.blocks import Block, DenseBlock, GramBlock, KroneckerBlock
-from tekfac.eigenbasis import decompose
-from tekfac.factors import KroneckerFactors
-from tekfac.natural_gradient import NaturalGradient
-from tekfac.shapes import LayerShape
+from tekfac.curvature.blocks import Block, DenseBlock, GramBlock, KroneckerBlock
+from tekfac.curvature.eigenbasis import decompose
+from tekfac.curvature.factors import KroneckerFactors
+from tekfac.layers.shapes import LayerShape
+from tekfac.optim.natural_gradient import NaturalGradient
 
 CASES = [(kind, True) for kind in KINDS] + [(kind, False) for kind in ("linear", "conv2d", "grouped")]
 every_case = pytest.mark.parametrize(

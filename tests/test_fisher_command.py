@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from tekfac.command import main
+from tekfac.cli.main import main
 from tekfac.fisher import digits
 
 SOURCE = """

@@ -22,9 +22,9 @@ import oracle
 from dense import METHODS, assert_close, oracle_block, sharings
 from layer_kinds import KINDS, Case, case_of, fisher_of, groups_of, samples_of
 from tekfac import EKFAC, KFAC, TEKFAC, TKFAC, fisher
-from tekfac.fisher.comparison import Interval, Row
+from tekfac.fisher.comparison_table import Interval, Row
 from tekfac.fisher.truth import student_quantile
-from tekfac.natural_gradient import NaturalGradient
+from tekfac.optim.natural_gradient import NaturalGradient
 from training import mlp, vectors
 
 CASES = [(kind, True) for kind in KINDS] + [(kind, False) for kind in ("linear", "conv2d", "grouped")]

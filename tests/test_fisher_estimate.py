@@ -36,9 +36,9 @@ from layer_kinds import (
     samples_of,
 )
 from tekfac import TEKFAC, fisher
-from tekfac.blocks import DenseBlock, KroneckerBlock
+from tekfac.curvature.blocks import DenseBlock, KroneckerBlock
 from tekfac.likelihoods import Categorical, Gaussian, Likelihood
-from tekfac.natural_gradient import NaturalGradient
+from tekfac.optim.natural_gradient import NaturalGradient
 from training import Batch, assert_identical, backward, cnn, copied, images, mlp, train, vectors
 
 every_sharing = pytest.mark.parametrize(("method", "sharing"), [(m, s) for m in METHODS for s in sharings(m)])

@@ -15,7 +15,7 @@ import oracle
 from dense import METHODS, assert_close, every_method, normal, relative_error, seeded, sharings
 from layer_kinds import Pool, every_bias, fisher_of, groups_of, make_case, random_rows
 from tekfac import EKFAC, KFAC, TEKFAC, TKFAC, fisher
-from tekfac.natural_gradient import NaturalGradient
+from tekfac.optim.natural_gradient import NaturalGradient
 
 every_sharing = pytest.mark.parametrize(("method", "sharing"), [(m, s) for m in METHODS for s in sharings(m)])
 OF_POSITIONS = [(KFAC, "expand"), (EKFAC, "expand"), (TKFAC, "exact"), (TEKFAC, "exact")]

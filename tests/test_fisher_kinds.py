@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import oracle
 from dense import METHODS, assert_close, dense_block, oracle_block, sample_loss, statistics
 from tekfac import KFAC, TEKFAC, TKFAC
-from tekfac.natural_gradient import NaturalGradient
+from tekfac.optim.natural_gradient import NaturalGradient
 from training import assert_identical, backward, cnn, copied, everything, images, mlp, train, vectors
 
 FISHERS = ("sampled", "empirical", "exact")

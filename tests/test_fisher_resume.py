@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from tekfac import fisher
-from tekfac.fisher.batch import DataHash, hash_of
+from tekfac.common.data_hash import DataHash, hash_of
 from tekfac.fisher.metadata import fingerprint
 
 METHODS = ("kfac", "ekfac", "tkfac", "tekfac")

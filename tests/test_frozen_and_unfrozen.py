@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from dense import assert_close, every_method
 from tekfac import TEKFAC
-from tekfac.natural_gradient import NaturalGradient
+from tekfac.optim.natural_gradient import NaturalGradient
 from training import assert_identical, backward, everything, mlp, through_a_file, vectors
 
 LR, DAMPING = 0.5, 0.1

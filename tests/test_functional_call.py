@@ -13,7 +13,7 @@ from torch.func import functional_call, grad, jacrev, vmap
 
 from dense import every_method
 from tekfac import TEKFAC
-from tekfac.natural_gradient import NaturalGradient
+from tekfac.optim.natural_gradient import NaturalGradient
 from training import assert_identical, cnn, everything, images, mlp, vectors
 
 Forward = Callable[[nn.Module, Tensor], Tensor]

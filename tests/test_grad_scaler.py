@@ -14,7 +14,7 @@ from torch.nn.utils import clip_grad_norm_
 
 from dense import assert_close, every_method
 from tekfac import TEKFAC
-from tekfac.natural_gradient import NaturalGradient
+from tekfac.optim.natural_gradient import NaturalGradient
 from training import Batch, assert_identical, everything, mlp, vectors
 
 RTOL = 1e-5  # float32; scales are powers of two, so nothing but an overflow could make a difference

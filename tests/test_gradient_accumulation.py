@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from dense import METHODS, assert_close, every_method, normal, seeded
 from tekfac import KFAC, TEKFAC
-from tekfac.natural_gradient import NaturalGradient
+from tekfac.optim.natural_gradient import NaturalGradient
 from training import Batch
 
 N = 16

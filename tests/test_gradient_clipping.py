@@ -11,7 +11,7 @@ from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 
 from dense import assert_close, every_method, normal, seeded
 from tekfac import KFAC, TEKFAC
-from tekfac.natural_gradient import NaturalGradient
+from tekfac.optim.natural_gradient import NaturalGradient
 from training import assert_identical, backward, everything, images, mlp, vectors
 
 DAMPING = 0.1

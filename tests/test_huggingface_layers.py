@@ -13,9 +13,9 @@ from torch import Tensor, nn
 
 from dense import assert_close, every_method
 from tekfac import fisher
-from tekfac.kinds.huggingface import KINDS
-from tekfac.kinds.registry import has_own_forward, kind_of
-from tekfac.natural_gradient import NaturalGradient
+from tekfac.layers.kinds.huggingface import KINDS
+from tekfac.layers.registry import has_own_forward, kind_of
+from tekfac.optim.natural_gradient import NaturalGradient
 
 pytest.importorskip("transformers", reason="needs pip install 'tekfac[huggingface]'")
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from dense import METHODS, assert_close
 from tekfac import EKFAC, TEKFAC
-from tekfac.natural_gradient import NaturalGradient
+from tekfac.optim.natural_gradient import NaturalGradient
 from training import assert_identical, backward, everything, images, train, vectors
 
 FISHERS = ("sampled", "empirical", "exact")

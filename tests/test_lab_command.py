@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tekfac.command import main
+from tekfac.cli.main import main
 from tekfac.lab import pool, recipes, sweeping
 from tekfac.lab.config import RunConfig
 from tekfac.lab.run_folder import RunFolder
@@ -113,7 +113,7 @@ def test_arguments_go_before_the_file() -> None:
 
 
 def test_fewer_epochs_keep_the_shares_of_the_schedule(in_process: list[RunConfig]) -> None:
-    from tekfac.lab.commands import arguments
+    from tekfac.cli import arguments
 
     options = arguments_of("compare", "--data", "cifar10", "--recipe", "paper", "--epochs", "10")
     assert (arguments.task(options).epochs, arguments.task(options).decay_every) == (10, 4)
@@ -122,8 +122,8 @@ def test_fewer_epochs_keep_the_shares_of_the_schedule(in_process: list[RunConfig
 def arguments_of(command: str, *given: str) -> Any:
     import argparse
 
-    from tekfac.lab.commands import compare, reproduce, sweep
-    from tekfac.lab.commands import train as train_command
+    from tekfac.cli import compare, reproduce, sweep
+    from tekfac.cli import train as train_command
 
     parser = argparse.ArgumentParser()
     commands = parser.add_subparsers()
@@ -154,7 +154,7 @@ def test_a_comparison_is_a_table_and_a_page(
 
 
 def test_the_default_is_digits_six_optimizers_and_three_seeds() -> None:
-    from tekfac.lab.commands import arguments
+    from tekfac.cli import arguments
 
     options = arguments_of("compare")
     assert arguments.task(options) == recipes.digits()
@@ -348,7 +348,7 @@ def test_the_missing_extra_is_named(command: str) -> None:
     code = (
         "import sys\n"
         "sys.modules.update(dict.fromkeys(['rich', 'optuna', 'matplotlib', 'sklearn', 'scipy']))\n"
-        "from tekfac.command import main\n"
+        "from tekfac.cli.main import main\n"
         f"sys.exit(main({command.split()!r}))\n"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
@@ -449,7 +449,7 @@ def test_the_runs_of_a_study_of_sensitivity_do_not_enter_the_table_of_accuracies
     """Otherwise one optimizer would be shown with the best of many settings, chosen on the test set."""
     presented: dict[str, int] = {}
     monkeypatch.setattr(
-        "tekfac.lab.commands.reproduce.present",
+        "tekfac.cli.reproduce.present",
         lambda folders, out, **settings: presented.update({out.name: len(folders)}),
     )
     asked = ["--data", "cifar100", "--models", "resnet20", "--optimizers", "sgdm,tekfac", "--seeds", "1"]

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from lab_data import SHARED, classes, write_set
-from tekfac.lab.data import command
+from tekfac.cli import data
 from tekfac.lab.data.catalogue import CIFAR10, CIFAR100, KNOWN, SVHN
 from tekfac.lab.data.checking import DIFFERS, OFFICIAL, UNKNOWN, check, check_place
 from tekfac.lab.data.places import Place
@@ -18,7 +18,7 @@ from tekfac.lab.data.places import Place
 
 def run(*arguments: str) -> None:
     parser = argparse.ArgumentParser()
-    command.add_to(parser.add_subparsers(required=True))
+    data.add_to(parser.add_subparsers(required=True))
     options = parser.parse_args(["data", *arguments])
     options.run(options)
 

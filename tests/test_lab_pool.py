@@ -11,11 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from tekfac.lab.comparing import run_configs
 from tekfac.lab.config import RunConfig
 from tekfac.lab.interruption import Interrupted
 from tekfac.lab.pool import Job, Manner, run_all
 from tekfac.lab.run_folder import RunFolder
+from tekfac.lab.run_many import run_configs
 
 BASE = RunConfig(model="mlp", optimizer="sgdm", lr=0.1, train_samples=256, epochs=1, threads=1)
 LONG = replace(BASE, epochs=2000)

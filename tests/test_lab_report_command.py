@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from lab_runs import write_run
-from tekfac.lab.report.command import add_to
+from tekfac.cli.report import add_to
 
 
 def run(*arguments: str) -> None:

@@ -32,8 +32,8 @@ from blocks_oracle import (
 )
 from dense import assert_close, every_method, normal, oracle_block
 from tekfac import KFAC, TEKFAC
-from tekfac.natural_gradient import NaturalGradient
-from tekfac.sides import SideRule
+from tekfac.layers.side_forms import SideRule
+from tekfac.optim.natural_gradient import NaturalGradient
 
 SAMPLES = 14
 

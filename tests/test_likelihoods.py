@@ -14,7 +14,7 @@ import oracle
 from dense import METHODS, assert_close, dense_block, sharings, statistics
 from tekfac import KFAC, TEKFAC
 from tekfac.likelihoods import Bernoulli, Categorical, Gaussian, Likelihood, as_likelihood
-from tekfac.natural_gradient import NaturalGradient
+from tekfac.optim.natural_gradient import NaturalGradient
 from training import assert_identical, mlp, train, vectors
 
 Column = Callable[[int], oracle.Loss]

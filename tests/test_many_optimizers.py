@@ -18,7 +18,7 @@ from torch import Tensor, nn
 import tekfac
 from dense import METHODS, every_method
 from tekfac import KFAC, TEKFAC
-from tekfac.natural_gradient import NaturalGradient
+from tekfac.optim.natural_gradient import NaturalGradient
 from training import assert_identical, backward, copied, everything, mlp, vectors
 
 LIBRARY = str(Path(tekfac.__file__).parent)

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from dense import METHODS, assert_close, sharings, statistics
 from tekfac import TEKFAC
-from tekfac.natural_gradient import NaturalGradient
-from tekfac.rows import LayerBatch, Rows
+from tekfac.layers.rows import LayerBatch, Rows
+from tekfac.optim.natural_gradient import NaturalGradient
 from training import Batch, mlp, train, vectors
 
 BUDGETS = (1, 700, 5000, 20_000)

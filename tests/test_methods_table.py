@@ -13,10 +13,10 @@ import pytest
 import tekfac
 from dense import METHODS
 from tekfac import EKFAC, KFAC, TEKFAC, TKFAC, methods
+from tekfac.curvature.factors import PLAIN, TRACE_RESTRICTED
+from tekfac.curvature.rescaling import CORRECTED, PRODUCT
 from tekfac.damping import Tikhonov
-from tekfac.factors import PLAIN, TRACE_RESTRICTED
-from tekfac.natural_gradient import NaturalGradient
-from tekfac.rescaling import CORRECTED, PRODUCT
+from tekfac.optim.natural_gradient import NaturalGradient
 from training import mlp
 
 SOURCE = Path(tekfac.__file__).parent

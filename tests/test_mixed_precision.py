@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from dense import every_method
 from tekfac import KFAC, TEKFAC
-from tekfac.natural_gradient import NaturalGradient
+from tekfac.optim.natural_gradient import NaturalGradient
 from training import Batch, assert_identical, copied, everything, images, mlp, through_a_file, vectors
 
 HALVES = {"bfloat16": torch.bfloat16, "float16": torch.float16}

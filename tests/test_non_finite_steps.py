@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from dense import METHODS
 from tekfac import EKFAC, KFAC, TEKFAC
-from tekfac.natural_gradient import NaturalGradient
+from tekfac.optim.natural_gradient import NaturalGradient
 from training import Batch, assert_identical, backward, differences, everything, mlp, train, vectors
 
 NAN, INFINITY = float("nan"), float("inf")

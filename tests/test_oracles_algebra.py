@@ -40,13 +40,13 @@ from layer_kinds import (
     step_of,
 )
 from tekfac import KFAC, TEKFAC, TKFAC
+from tekfac.curvature.eigenbasis import decompose
+from tekfac.curvature.factors import KroneckerFactors
+from tekfac.curvature.precondition import precondition
+from tekfac.curvature.rescaling import product_of_eigenvalues
 from tekfac.damping import Factored
-from tekfac.eigenbasis import decompose
-from tekfac.factors import KroneckerFactors
-from tekfac.inventory import take_inventory
-from tekfac.natural_gradient import NaturalGradient
-from tekfac.precondition import precondition
-from tekfac.rescaling import product_of_eigenvalues
+from tekfac.layers.inventory import take_inventory
+from tekfac.optim.natural_gradient import NaturalGradient
 
 method_and_sharing = pytest.mark.parametrize(
     ("method", "sharing"), [(method, sharing) for method in METHODS for sharing in sharings(method)]

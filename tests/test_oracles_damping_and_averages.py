@@ -38,12 +38,12 @@ from layer_kinds import (
     step_of,
 )
 from tekfac import EKFAC, KFAC, TEKFAC, TKFAC
-from tekfac.averages import Average
-from tekfac.curvature import Due, LayerCurvature, Recipe, refreshed
+from tekfac.curvature.averages import Average
+from tekfac.curvature.layer_curvature import Due, LayerCurvature, Recipe, refreshed
+from tekfac.curvature.precondition import precondition
 from tekfac.damping import DEFAULT_DAMPING, Factored, Spectrum, TraceBased, factored, trace_damping
-from tekfac.natural_gradient import NaturalGradient
-from tekfac.precondition import precondition
-from tekfac.rows import Rows
+from tekfac.layers.rows import Rows
+from tekfac.optim.natural_gradient import NaturalGradient
 
 CONVOLUTIONS = ("conv1d", "conv2d", "conv2d same", "conv3d", "grouped", "grouped 1d", "depthwise")
 every_convolution = pytest.mark.parametrize("kind", CONVOLUTIONS)

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import oracle
-import tekfac.rescaling
+import tekfac.curvature.rescaling
 from dense import assert_close, dense_block, measured, relative_error, sharings
 from layer_kinds import (
     Case,
@@ -30,11 +30,10 @@ from layer_kinds import (
     step_of,
 )
 from tekfac import EKFAC, KFAC, TEKFAC, TKFAC, methods
-from tekfac.eigenbasis import Eigenbasis
-from tekfac.factors import FactorRule, plain_expand, plain_reduce
-from tekfac.natural_gradient import NaturalGradient
-from tekfac.precondition import precondition
-from tekfac.rescaling import (
+from tekfac.curvature.eigenbasis import Eigenbasis
+from tekfac.curvature.factors import FactorRule, plain_expand, plain_reduce
+from tekfac.curvature.precondition import precondition
+from tekfac.curvature.rescaling import (
     gradient_first_cost,
     product_of_eigenvalues,
     project_first_cost,
@@ -44,7 +43,8 @@ from tekfac.rescaling import (
     squares_of_single_position,
     squares_project_first,
 )
-from tekfac.rows import Rows
+from tekfac.layers.rows import Rows
+from tekfac.optim.natural_gradient import NaturalGradient
 
 BUDGET = 2**20
 both_fishers = pytest.mark.parametrize("fisher", ["empirical", "exact"])
@@ -140,7 +140,7 @@ def test_11_the_cheapest_contraction_is_taken(
             taken.append(name)
             return squares_project_first(rows, basis)
 
-        monkeypatch.setattr(tekfac.rescaling, name, contraction)
+        monkeypatch.setattr(tekfac.curvature.rescaling, name, contraction)
     second_moments([as_batch(random_rows(positions=positions))], random_basis(4, 3), BUDGET)
     assert taken == [cheapest]
 

@@ -39,10 +39,10 @@ from layer_kinds import (
     samples_of,
 )
 from tekfac import EKFAC, KFAC, TEKFAC, TKFAC
-from tekfac.curvature import Due, LayerCurvature, Recipe, refreshed
+from tekfac.curvature.layer_curvature import Due, LayerCurvature, Recipe, refreshed
+from tekfac.layers.rows import Rows
 from tekfac.likelihoods import Categorical, Gaussian
-from tekfac.natural_gradient import NaturalGradient
-from tekfac.rows import Rows
+from tekfac.optim.natural_gradient import NaturalGradient
 
 
 def curvature_of(method: type[NaturalGradient], rows: Rows, sharing: str | None = None) -> LayerCurvature:

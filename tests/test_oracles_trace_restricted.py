@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 import oracle
-import tekfac.factors
+import tekfac.curvature.factors
 from dense import assert_close, dense_block, dense_factors, measured, relative_error, statistics
 from layer_kinds import (
     Case,
@@ -26,7 +26,7 @@ from layer_kinds import (
     samples_of,
 )
 from tekfac import KFAC, TEKFAC, TKFAC
-from tekfac.factors import (
+from tekfac.curvature.factors import (
     PLAIN,
     TRACE_RESTRICTED,
     Moments,
@@ -37,8 +37,8 @@ from tekfac.factors import (
     gram_cost,
     restricted_exact,
 )
-from tekfac.rescaling import second_moments
-from tekfac.rows import Rows
+from tekfac.curvature.rescaling import second_moments
+from tekfac.layers.rows import Rows
 
 BUDGET = 2**20
 SHARINGS = ("exact", "expand", "reduce")
@@ -159,7 +159,7 @@ def test_06_the_cheaper_way_is_taken(monkeypatch: pytest.MonkeyPatch, positions:
             taken.append(name)
             return exact_by_gradients(rows)
 
-        monkeypatch.setattr(tekfac.factors, name, contraction)
+        monkeypatch.setattr(tekfac.curvature.factors, name, contraction)
     restricted_exact(random_rows(positions=positions))
     assert taken == [cheaper]
 
@@ -198,7 +198,7 @@ def test_08_scaling_moves_sigma_alone(sharing: str, positions: int) -> None:
     rows = random_rows(columns=2, groups=2, positions=positions)
     alpha, beta = 1.7, 0.3
 
-    def factors(a: Tensor, u: Tensor) -> tekfac.factors.KroneckerFactors:
+    def factors(a: Tensor, u: Tensor) -> tekfac.curvature.factors.KroneckerFactors:
         return TRACE_RESTRICTED.read(TRACE_RESTRICTED.measure([as_batch(Rows(a, u))], sharing, BUDGET))
 
     plain, scaled = factors(rows.a, rows.u), factors(alpha * rows.a, beta * rows.u)

@@ -14,7 +14,7 @@ import oracle
 from dense import METHODS, assert_close, every_method, normal, sharings
 from layer_kinds import assert_diagonalises
 from tekfac import EKFAC, KFAC, TKFAC
-from tekfac.natural_gradient import NaturalGradient
+from tekfac.optim.natural_gradient import NaturalGradient
 from training import assert_identical
 
 N, T, D = 6, 5, 4

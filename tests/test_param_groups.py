@@ -12,7 +12,7 @@ import oracle
 from dense import METHODS, assert_close, dense_block
 from tekfac import EKFAC, TEKFAC
 from tekfac.damping import Tikhonov, TraceBased
-from tekfac.natural_gradient import NaturalGradient
+from tekfac.optim.natural_gradient import NaturalGradient
 from training import assert_identical, backward, cnn, everything, images, mlp, train, vectors
 
 

@@ -16,7 +16,7 @@ from torch.func import functional_call, grad, vmap
 import oracle
 from dense import METHODS, assert_close, sharings, solve_rtol
 from layer_kinds import Case, captured, expected_block, groups_of, make_case, step_of
-from tekfac.natural_gradient import NaturalGradient
+from tekfac.optim.natural_gradient import NaturalGradient
 
 pytestmark = pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel lengths:UserWarning")
 

@@ -27,7 +27,7 @@ from blocks_oracle import (
 )
 from dense import normal
 from tekfac import TEKFAC
-from tekfac.kinds import LinearKind, UnitKind
+from tekfac.layers import LinearKind, UnitKind
 
 SAMPLES = 14
 

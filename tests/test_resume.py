@@ -11,7 +11,7 @@ from torch import nn
 from dense import METHODS, statistics
 from tekfac import EKFAC, KFAC, TEKFAC
 from tekfac.damping import TraceBased
-from tekfac.natural_gradient import NaturalGradient
+from tekfac.optim.natural_gradient import NaturalGradient
 from training import (
     assert_identical,
     backward,

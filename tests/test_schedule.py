@@ -11,8 +11,8 @@ from torch import Tensor, nn
 import oracle
 from dense import METHODS, assert_close, dense_block, statistics
 from tekfac import EKFAC, KFAC, TEKFAC, TKFAC
-from tekfac.curvature import LayerCurvature
-from tekfac.natural_gradient import NaturalGradient
+from tekfac.curvature.layer_curvature import LayerCurvature
+from tekfac.optim.natural_gradient import NaturalGradient
 from training import Batch, mlp, train, vectors
 
 CORRECTED = (EKFAC, TEKFAC)

@@ -12,7 +12,7 @@ from torch.optim import Optimizer, lr_scheduler
 
 from dense import METHODS
 from tekfac import TEKFAC
-from tekfac.natural_gradient import NaturalGradient
+from tekfac.optim.natural_gradient import NaturalGradient
 from training import assert_identical, cnn, images, mlp, train, vectors
 
 SCHEDULERS: dict[str, Callable[[Optimizer], Any]] = {

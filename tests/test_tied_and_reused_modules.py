@@ -15,7 +15,7 @@ import oracle
 from dense import METHODS, RTOL, assert_close, dense_block, statistics
 from tekfac import EKFAC, KFAC, TEKFAC
 from tekfac.likelihoods import Categorical, OutputShapeError
-from tekfac.natural_gradient import NaturalGradient
+from tekfac.optim.natural_gradient import NaturalGradient
 from training import Batch, train, vectors
 
 

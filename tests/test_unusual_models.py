@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from dense import METHODS, assert_close, every_method
 from tekfac import TEKFAC, fisher
-from tekfac.natural_gradient import NaturalGradient
+from tekfac.optim.natural_gradient import NaturalGradient
 from training import mlp, train, vectors
 
 EVERY_STEP = {"factors_every": 1, "basis_every": 1}

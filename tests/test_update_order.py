@@ -11,7 +11,7 @@ from torch import Tensor, nn
 import oracle
 from dense import METHODS, assert_close, dense_block
 from tekfac import EKFAC, TEKFAC
-from tekfac.natural_gradient import NaturalGradient
+from tekfac.optim.natural_gradient import NaturalGradient
 from training import assert_identical, backward, cnn, copied, everything, images, mlp, train, vectors
 
 DAMPING = 0.1

@@ -1,8 +1,8 @@
 """Natural-gradient optimizers for PyTorch: KFAC, EKFAC, TKFAC and TEKFAC, and their Fisher approximations."""
 
 from tekfac import fisher
-from tekfac.explaining import explain
-from tekfac.kinds import register_layer
+from tekfac.explanation import explain
+from tekfac.layers.registry import register_layer
 from tekfac.optimizers import EKFAC, KFAC, TEKFAC, TKFAC
 from tekfac.version import __version__
 

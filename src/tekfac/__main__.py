@@ -2,6 +2,6 @@
 
 import sys
 
-from tekfac.command import main
+from tekfac.cli.main import main
 
 sys.exit(main())

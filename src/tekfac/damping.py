@@ -24,7 +24,7 @@ from typing import Any, ClassVar, Literal, NamedTuple, Protocol, runtime_checkab
 import torch
 from torch import Tensor
 
-from tekfac.eigenbasis import Eigenbasis
+from tekfac.curvature.eigenbasis import Eigenbasis
 
 DEFAULT_DAMPING = 1e-2
 """With this lambda and the default lr of 1e-3 no direction moves further than SGD's at 0.1."""

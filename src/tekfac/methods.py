@@ -12,6 +12,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from tekfac.curvature.factors import PLAIN, TRACE_RESTRICTED, FactorRule
+from tekfac.curvature.rescaling import CORRECTED, PRODUCT, RescalingRule
 from tekfac.damping import (
     BesideConvolutions,
     BetaReading,
@@ -21,8 +23,6 @@ from tekfac.damping import (
     Tikhonov,
     TraceBased,
 )
-from tekfac.factors import PLAIN, TRACE_RESTRICTED, FactorRule
-from tekfac.rescaling import CORRECTED, PRODUCT, RescalingRule
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import final
 
 from tekfac import methods
-from tekfac.natural_gradient import NaturalGradient
+from tekfac.optim.natural_gradient import NaturalGradient
 
 
 @final

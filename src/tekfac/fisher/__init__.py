@@ -1,9 +1,9 @@
 """The Fisher information matrix as an object: estimate, compare, save and use its blocks."""
 
-from tekfac.block_diagonal import BlockDiagonal
-from tekfac.blocks import Block, DenseBlock, GramBlock, KroneckerBlock
-from tekfac.fisher.comparing import compare
-from tekfac.fisher.comparison import Comparison
+from tekfac.curvature.block_diagonal import BlockDiagonal
+from tekfac.curvature.blocks import Block, DenseBlock, GramBlock, KroneckerBlock
+from tekfac.fisher.compare_to_exact import compare
+from tekfac.fisher.comparison_table import Comparison
 from tekfac.fisher.estimating import estimate, exact_blocks
 from tekfac.fisher.options import Options
 from tekfac.fisher.storage import load, save

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 import torch
 
 from tekfac import methods
-from tekfac.checks import require_choice
-from tekfac.eigenbasis import Eigenbasis, decompose, standard_basis
-from tekfac.factors import Moments
-from tekfac.sides import DecompositionError
+from tekfac.common.checks import require_choice
+from tekfac.curvature.eigenbasis import Eigenbasis, decompose, standard_basis
+from tekfac.curvature.factors import Moments
+from tekfac.curvature.symmetric import DecompositionError
 
 logger = logging.getLogger("tekfac")
 

@@ -7,11 +7,11 @@ from collections.abc import Iterator, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from tekfac.curvature import require_finite
-from tekfac.eigenbasis import Eigenbasis
-from tekfac.factors import FactorRule, Moments, MomentSums
-from tekfac.rescaling import sum_of_squares
-from tekfac.rows import LayerBatch, samples_within
+from tekfac.curvature.eigenbasis import Eigenbasis
+from tekfac.curvature.factors import FactorRule, Moments, MomentSums
+from tekfac.curvature.layer_curvature import require_finite
+from tekfac.curvature.rescaling import sum_of_squares
+from tekfac.layers.rows import LayerBatch, samples_within
 
 
 class FactorSums:

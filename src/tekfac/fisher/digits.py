@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tekfac.extras import require
+from tekfac.common.extras import require
 from tekfac.optimizers import TEKFAC
 
 

@@ -9,8 +9,8 @@ from typing import Any, Unpack
 
 from torch import nn
 
-from tekfac.block_diagonal import BlockDiagonal
-from tekfac.blocks import DENSE_LIMIT, DenseBlock, KroneckerBlock
+from tekfac.curvature.block_diagonal import BlockDiagonal
+from tekfac.curvature.blocks import DENSE_LIMIT, DenseBlock, KroneckerBlock
 from tekfac.fisher.approximation import Approximation
 from tekfac.fisher.collectors import DenseSum, FactorSums, SquareSums
 from tekfac.fisher.metadata import metadata_of

@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from tekfac.blocks import Block
-from tekfac.extras import require
+from tekfac.common.extras import require
+from tekfac.curvature.blocks import Block
 from tekfac.fisher.approximation import Approximation
-from tekfac.fisher.comparison import Comparison, Interval
+from tekfac.fisher.comparison_table import Comparison, Interval
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor
 
-from tekfac.extras import require
+from tekfac.common.extras import require
 
 KEY = "tekfac"
 

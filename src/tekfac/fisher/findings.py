@@ -15,7 +15,7 @@ from statistics import median
 from typing import Literal
 
 from tekfac.fisher.approximation import Approximation
-from tekfac.fisher.comparison import Comparison, Row
+from tekfac.fisher.comparison_table import Comparison, Row
 
 TOLERANCE = 1e-6
 """Of |F|^2, for the rounding of sums in single precision."""

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tekfac.fisher.batch import hash_of
+from tekfac.common.data_hash import hash_of
 from tekfac.fisher.options import Options
 from tekfac.likelihoods import Custom
 from tekfac.version import __version__

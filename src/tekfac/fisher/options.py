@@ -9,10 +9,10 @@ from typing import Any, TypedDict
 
 from torch import Tensor, nn
 
-from tekfac.capture import FISHER_KINDS, LOSS_REDUCTIONS, FisherKind, LossReduction
-from tekfac.checks import require_axis, require_choice, require_keywords
+from tekfac.capture.hooks import FISHER_KINDS, LOSS_REDUCTIONS, FisherKind, LossReduction
+from tekfac.capture.outputs import OutputSelector
+from tekfac.common.checks import require_axis, require_choice, require_keywords
 from tekfac.likelihoods import Likelihood, SampledLoss, as_likelihood
-from tekfac.outputs import OutputSelector
 
 LossOfBatch = Callable[[nn.Module, Any], Tensor]
 """(model, batch) -> the training loss of the batch, a scalar."""

@@ -13,9 +13,9 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
+from tekfac.capture.sampling import Sampling
+from tekfac.common.data_hash import DataHash
 from tekfac.fisher import files
-from tekfac.fisher.batch import DataHash
-from tekfac.sampling import Sampling
 
 logger = logging.getLogger("tekfac")
 

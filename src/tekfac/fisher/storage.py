@@ -10,11 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tekfac.block_diagonal import BlockDiagonal
-from tekfac.blocks import Block, DenseBlock, GramBlock, KroneckerBlock
-from tekfac.eigenbasis import Eigenbasis
+from tekfac.curvature.block_diagonal import BlockDiagonal
+from tekfac.curvature.blocks import Block, DenseBlock, GramBlock, KroneckerBlock
+from tekfac.curvature.eigenbasis import Eigenbasis
 from tekfac.fisher import files
-from tekfac.shapes import LayerShape
+from tekfac.layers.shapes import LayerShape
 
 KIND = "Fisher blocks"
 VERSION = 1

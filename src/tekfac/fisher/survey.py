@@ -1,6 +1,6 @@
 """A survey sends a data set through a model and hands what each layer saw to collectors.
 
-The hooks are those of the optimizers (capture.py). The model is put into eval mode, so that samples do not
+The hooks are those of the optimizers (capture/hooks.py). The model is put into eval mode, so that samples do not
 depend on one another and nothing of it changes; afterwards it is as it was before.
 """
 
@@ -15,18 +15,18 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
-from tekfac.capture import Capture
-from tekfac.curvature import NonFiniteStatisticsError
-from tekfac.extras import require
-from tekfac.fisher.batch import DataHash, is_empty, map_tensors
+from tekfac.capture.hooks import Capture
+from tekfac.common.data_hash import DataHash, is_empty, map_tensors
+from tekfac.common.extras import require
+from tekfac.curvature.layer_curvature import NonFiniteStatisticsError
 from tekfac.fisher.losses import BatchLosses
 from tekfac.fisher.options import Options
 from tekfac.fisher.resume import Count, HasState, Resume
-from tekfac.inventory import take_inventory
-from tekfac.kinds.registry import supported_types
-from tekfac.layers import Layer
+from tekfac.layers.inventory import take_inventory
+from tekfac.layers.layer import Layer
+from tekfac.layers.registry import supported_types
+from tekfac.layers.rows import LayerBatch
 from tekfac.likelihoods import as_likelihood
-from tekfac.rows import LayerBatch
 
 logger = logging.getLogger("tekfac")
 

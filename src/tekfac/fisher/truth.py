@@ -15,11 +15,11 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from tekfac.blocks import Block, DenseBlock, GramBlock, KroneckerBlock
+from tekfac.curvature.blocks import Block, DenseBlock, GramBlock, KroneckerBlock
 from tekfac.fisher.approximation import Approximation
 from tekfac.fisher.collectors import DenseSum, ProbeProducts, RowList, SquareSums
-from tekfac.fisher.comparison import Interval, LayerTruth
-from tekfac.layers import Layer
+from tekfac.fisher.comparison_table import Interval, LayerTruth
+from tekfac.layers.layer import Layer
 
 
 @dataclass(frozen=True)

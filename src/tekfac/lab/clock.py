@@ -10,7 +10,7 @@ import torch
 from torch.optim import Optimizer
 
 from tekfac.lab.devices import synchronise
-from tekfac.natural_gradient import NaturalGradient
+from tekfac.optim.natural_gradient import NaturalGradient
 
 PARTS = ("data", "forward", "backward", "curvature", "update")
 

@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, Self
 
-from tekfac.checks import nearest, require_choice
-from tekfac.lab.files import read_json
+from tekfac.common.checks import nearest, require_choice
+from tekfac.common.files import read_json
 
 Schedule = Literal["step", "cosine", "constant"]
 SCHEDULES: tuple[Schedule, ...] = ("step", "cosine", "constant")

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from tekfac.extras import require
+from tekfac.common.extras import require
 
 
 class Events:

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Self
 
-from tekfac.checks import nearest, require_choice
+from tekfac.common.checks import nearest, require_choice
 from tekfac.lab.config import RunConfig
 
 Point = Mapping[str, Any]

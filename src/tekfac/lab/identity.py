@@ -5,10 +5,10 @@ from __future__ import annotations
 import hashlib
 import inspect
 
-from tekfac.fisher.batch import hash_of
+from tekfac.common.data_hash import hash_of
+from tekfac.common.user_code import find_function
 from tekfac.lab.config import RunConfig
 from tekfac.lab.data.images import DataSet
-from tekfac.user_code import find_function
 
 
 def identity(config: RunConfig, data: DataSet) -> dict[str, str]:

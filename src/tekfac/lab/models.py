@@ -16,8 +16,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tekfac.checks import nearest, require_keywords
-from tekfac.user_code import find_function
+from tekfac.common.checks import nearest, require_keywords
+from tekfac.common.user_code import find_function
 
 GIVEN = ("channels", "classes", "size")
 """What a network is told about the data, if it asks: channels and edge of the images, number of classes."""

@@ -10,8 +10,8 @@ from torch import nn
 from torch.optim import Optimizer
 
 from tekfac import methods, optimizers
-from tekfac.checks import nearest
-from tekfac.natural_gradient import NaturalGradient
+from tekfac.common.checks import nearest
+from tekfac.optim.natural_gradient import NaturalGradient
 
 Factory = Callable[[nn.Module, dict[str, Any]], Optimizer]
 

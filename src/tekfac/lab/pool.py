@@ -18,8 +18,8 @@ from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any, Self
 
+from tekfac.common.console import progress
 from tekfac.lab.config import RunConfig
-from tekfac.lab.console import progress
 from tekfac.lab.interruption import SIGNALS, Interrupted, Interruption
 from tekfac.lab.training import CHECKPOINT_SECONDS, Progress, train
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from tekfac.lab.console import output
+from tekfac.common.console import output
 from tekfac.lab.report.rendering import Table, to_rich
 from tekfac.lab.report.runs import find_runs
 from tekfac.lab.report.summary import summarise

@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import Any, Literal
 
 from tekfac import methods
-from tekfac.checks import require_choice
+from tekfac.common.checks import require_choice
 from tekfac.lab import paper
 from tekfac.lab.config import RunConfig
 from tekfac.lab.grids import Point, applied, product

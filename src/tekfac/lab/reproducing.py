@@ -7,10 +7,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from tekfac.common.files import read_json
 from tekfac.lab import paper, recipes
-from tekfac.lab.comparing import run_configs
 from tekfac.lab.config import RunConfig
-from tekfac.lab.files import read_json
 from tekfac.lab.grids import Point, Sweep, described
 from tekfac.lab.optimizers import COMPARED
 from tekfac.lab.pool import Manner
@@ -18,6 +17,7 @@ from tekfac.lab.recipes import Scale
 from tekfac.lab.report.cells import accuracy, best_places, mean
 from tekfac.lab.report.rendering import Table
 from tekfac.lab.report.summary import spread
+from tekfac.lab.run_many import run_configs
 from tekfac.lab.sweeping import best, sweep
 
 SCALE_NOTES: dict[Scale, str] = {

@@ -22,8 +22,8 @@ from typing import Any
 
 import torch
 
+from tekfac.common.files import exclusive, read_json, settle_on_disk, write_json, write_text, write_whole
 from tekfac.lab.config import RunConfig
-from tekfac.lab.files import exclusive, read_json, settle_on_disk, write_json, write_text, write_whole
 
 FORMAT = 1
 LOGS = ("epochs.jsonl", "curvature.jsonl")

@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tekfac.extras import require
-from tekfac.lab.files import exclusive
+from tekfac.common.extras import require
+from tekfac.common.files import exclusive
 from tekfac.lab.grids import Point, Range, Search, Sweep
 from tekfac.lab.processes import is_running
 from tekfac.lab.run_folder import run_folder

@@ -14,9 +14,9 @@ from pathlib import Path
 from statistics import mean
 from typing import Any
 
+from tekfac.common.console import remark
+from tekfac.common.files import make_folder, read_json, write_json
 from tekfac.lab.config import RunConfig, read_plain
-from tekfac.lab.console import remark
-from tekfac.lab.files import make_folder, read_json, write_json
 from tekfac.lab.grids import Sweep, described
 from tekfac.lab.pool import Job, Manner, Pool, raise_if_over, share
 from tekfac.lab.run_folder import run_folder

@@ -28,7 +28,7 @@ from tekfac.lab.interruption import Interrupted, Interruption
 from tekfac.lab.provenance import provenance
 from tekfac.lab.run_folder import RunFolder
 from tekfac.lab.scores import Sums, evaluate
-from tekfac.natural_gradient import NaturalGradient
+from tekfac.optim.natural_gradient import NaturalGradient
 
 CHECKPOINT_SECONDS = 120.0
 """How much work may be lost, unless the user says otherwise."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from tekfac.checks import nearest
+from tekfac.common.checks import nearest
 from tekfac.lab.data.names import CIFAR10_CLASSES, CIFAR100_CLASSES, DIGIT_CLASSES
 
 Kind = Literal["python", "binary", "mat"]

@@ -8,7 +8,7 @@ import urllib.request
 from pathlib import Path
 from typing import Any
 
-from tekfac.lab.console import progress
+from tekfac.common.console import progress
 from tekfac.lab.data.catalogue import Download
 from tekfac.lab.data.checksums import md5_of
 

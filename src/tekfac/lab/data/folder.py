@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tekfac.extras import require
+from tekfac.common.extras import require
 from tekfac.lab.data.catalogue import FOLDER
 from tekfac.lab.data.images import DataSet, Images
 

@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tekfac.extras import require
+from tekfac.common.extras import require
+from tekfac.common.files import write_whole
 from tekfac.fisher.figures import COLOURS, PAGE
 from tekfac.fisher.figures import STYLE as PRINT
-from tekfac.lab.files import write_whole
 from tekfac.lab.report.grouping import Group
 from tekfac.lab.report.names import METHODS
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from textwrap import wrap
 from typing import TYPE_CHECKING, Any
 
-from tekfac.extras import require
+from tekfac.common.extras import require
 from tekfac.lab.clock import PARTS
 from tekfac.lab.report.drawing import LETTERS_PER_LINE, empty, legend, looks, style
 from tekfac.lab.report.grouping import plain

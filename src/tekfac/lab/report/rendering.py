@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from html import escape
 from typing import TYPE_CHECKING
 
-from tekfac.extras import require
+from tekfac.common.extras import require
 
 if TYPE_CHECKING:
     from rich.table import Table as RichTable

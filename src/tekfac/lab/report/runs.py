@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeVar, cast
 
+from tekfac.common.files import read_json
 from tekfac.lab.clock import PARTS
-from tekfac.lab.files import read_json
 from tekfac.lab.run_folder import FORMAT
 
 Status = Literal["finished", "diverged", "unfinished"]

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from tekfac.lab.files import write_text
+from tekfac.common.files import write_text
 from tekfac.lab.report import figures, tables
 from tekfac.lab.report.details import origins
 from tekfac.lab.report.drawing import Drawing, save, settle

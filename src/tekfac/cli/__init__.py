@@ -1,0 +1,1 @@
+"""The command line `tekfac`, a module for each command."""

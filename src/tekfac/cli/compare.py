@@ -1,0 +1,121 @@
+"""`tekfac compare`: which optimizer is best for a network."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from tekfac.cli import arguments
+from tekfac.common.console import require_reports
+from tekfac.lab import recipes
+from tekfac.lab.config import RunConfig
+from tekfac.lab.grids import Point
+from tekfac.lab.optimizers import COMPARED, FACTORIES
+from tekfac.lab.presenting import present
+from tekfac.lab.run_folder import RunFolder
+from tekfac.lab.run_many import run_configs
+from tekfac.lab.study import Trial
+from tekfac.lab.sweeping import best, read_base, read_trials
+
+DESCRIPTION = """\
+Train the same network with several optimizers and seeds; the outcome is a table, figures and a page.
+
+  tekfac compare                           digits, a small CNN, six optimizers, three seeds
+  tekfac compare --data cifar10 --model resnet20 --optimizers sgdm,adam,tekfac --epochs 10 --seeds 3
+  tekfac compare --model nets.py:make --data folder --data-dir DIR --lr sgdm:0.1 --lr tekfac:0.03
+  tekfac compare --tuned SWEEP             each optimizer as it did best in a sweep (see tekfac sweep)
+
+What was interrupted goes on when the same command is given again.
+"""
+
+
+def add_to(commands: Any) -> None:
+    """Declare the command."""
+    parser = commands.add_parser(
+        "compare",
+        help="train with several optimizers and compare them",
+        description=DESCRIPTION,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    arguments.add_task(parser)
+    arguments.add_optimizers(parser, "3")
+    parser.add_argument(
+        "--lr",
+        action="append",
+        default=[],
+        metavar="[NAME:]VALUE",
+        help="learning rate, of one optimizer or all",
+    )
+    parser.add_argument(
+        "--option",
+        action="append",
+        default=[],
+        metavar="[NAME:]KEY=VALUE",
+        help="any other setting, of one optimizer or all",
+    )
+    parser.add_argument(
+        "--tuned", type=Path, metavar="SWEEP", help="settings that did best in a finished sweep"
+    )
+    parser.add_argument(
+        "--target",
+        type=float,
+        metavar="PERCENT",
+        help="accuracy that is timed (default: chosen by the outcome)",
+    )
+    arguments.add_jobs(parser)
+    arguments.add_manner(parser, "comparison")
+    parser.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace) -> None:
+    """Run everything, then report."""
+    require_reports()
+    tuned = {} if options.tuned is None else best(read_trials(options.tuned))
+    names = arguments.optimizers(options, [name for name in FACTORIES if name in tuned] or COMPARED)
+    base = _base(options)
+    points = _points(options, base, names, tuned)
+    seeds = arguments.seeds(options)
+    configs = recipes.configs(base, points, seeds)
+    folders = run_configs(configs, options.out, arguments.manner(options), "All runs")
+    present(
+        folders,
+        options.out,
+        title=f"{len(names)} optimizers on {base.data} with {base.model}",
+        target=options.target,
+        command=options.command_line,
+        notes=_origin(tuned, changed=bool(options.lr or options.option)),
+    )
+
+
+def _base(options: argparse.Namespace) -> RunConfig:
+    if options.tuned is None:
+        return arguments.task(options)
+    arguments.refuse(options, ["recipe"], "the settings come from --tuned")
+    return arguments.over(read_base(options.tuned), options)
+
+
+def _origin(tuned: Mapping[str, Trial], *, changed: bool) -> list[str]:
+    """Where tuned settings come from: the command that tried them, if its runs are still there."""
+    begun = [RunFolder(trial.folders[0]) for trial in tuned.values()]
+    commands = dict.fromkeys(run.command() for run in begun if run.has_progress)
+    but = ", but for --lr and --option" if changed else ""
+    return [f"Every optimizer has the settings that did best in `{command}`{but}." for command in commands]
+
+
+def _points(
+    options: argparse.Namespace, base: RunConfig, names: list[str], tuned: Mapping[str, Trial]
+) -> list[Point]:
+    rates = arguments.by_optimizer(options.lr, names, "--lr")
+    settings = arguments.by_optimizer(options.option, names, "--option")
+    points = []
+    for name in names:
+        if options.tuned is not None and name not in tuned:
+            raise ValueError(
+                f"The sweep {str(options.tuned)!r} has not tried {name}. It has {', '.join(tuned)}."
+            )
+        point = tuned[name].point if tuned else arguments.point(options, base, name)
+        rate = arguments.rate(rates[name][-1], "--lr") if rates[name] else None
+        points.append(arguments.changed(point, rate, dict(arguments.pair(text) for text in settings[name])))
+    return points

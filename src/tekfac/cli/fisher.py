@@ -1,0 +1,268 @@
+"""`tekfac fisher`: how good the approximations are on a network, as a table, files and figures."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import sys
+from collections.abc import Iterable, Iterator
+from copy import deepcopy
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from tekfac.capture.hooks import FISHER_KINDS
+from tekfac.cli.fisher_sources import Limited, batches, distinct, load_state, made_by
+from tekfac.common.extras import require
+from tekfac.fisher import digits, figures
+from tekfac.fisher.approximation import Approximation
+from tekfac.fisher.compare_to_exact import ALL_METHODS, DEFAULT_EXACT_MEMORY, DEFAULT_PROBES, compare
+from tekfac.fisher.comparison_table import Comparison, write_csv, write_json
+from tekfac.fisher.estimating import estimate, exact_blocks
+from tekfac.fisher.findings import Finding, findings
+from tekfac.fisher.options import Keywords
+from tekfac.layers.inventory import take_inventory
+from tekfac.likelihoods import LIKELIHOODS
+
+DIGITS = "digits"
+EPOCHS = (0, 1, 2, 4, 8)
+HEAT_MAP_ROWS = 400
+
+Points = Iterator[tuple[str, nn.Module, bool]]
+"""The network at points of its training, each with a name; and whether it is the last one."""
+
+DESCRIPTION = """\
+How good KFAC, EKFAC, TKFAC and TEKFAC approximate the Fisher blocks of a network: trace, Frobenius error and
+the angle between preconditioned gradients, layer by layer, against the exact blocks.
+
+Without a network it trains a small CNN on scikit-learn's digits and looks at it along its training. With one,
+give the data it is to be measured on and, if you have them, checkpoints of its training:
+
+  tekfac fisher --network nets.py:make --data data.py:loader --state run/epoch1.pt run/epoch9.pt
+"""
+
+
+def add_to(commands: Any) -> None:
+    """Declare the command."""
+    parser = commands.add_parser(
+        "fisher",
+        help="how good the approximations are on a network",
+        description=DESCRIPTION,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    source = parser.add_argument_group("what is looked at")
+    source.add_argument(
+        "--network",
+        default=DIGITS,
+        metavar="WHERE",
+        help="package.module:function or file.py:function that returns the network (default: the digits CNN)",
+    )
+    source.add_argument(
+        "--data", metavar="WHERE", help="such a function that returns batches (inputs, targets): a DataLoader"
+    )
+    source.add_argument(
+        "--state",
+        nargs="+",
+        default=[],
+        metavar="FILE",
+        help="checkpoints of the network, as it was trained",
+    )
+    source.add_argument("--layers", nargs="+", metavar="NAME", help="only these layers")
+    source.add_argument(
+        "--samples", type=_positive, default=512, help="use so many samples of the data (default: %(default)s)"
+    )
+    how = parser.add_argument_group("how")
+    how.add_argument(
+        "--methods",
+        nargs="+",
+        default=list(ALL_METHODS),
+        metavar="METHOD",
+        help="kfac, ekfac, tkfac, tekfac; kfac:reduce for another sharing (default: all four)",
+    )
+    how.add_argument("--fisher", choices=FISHER_KINDS, default="exact", help="default: %(default)s")
+    how.add_argument("--likelihood", choices=LIKELIHOODS, default="categorical", help="default: %(default)s")
+    how.add_argument(
+        "--damping", type=float, help="of the preconditioned gradients (default: tr F / d of each layer)"
+    )
+    how.add_argument("--float32", action="store_true", help="compute in single precision (default: double)")
+    how.add_argument(
+        "--exact-memory",
+        type=_positive,
+        default=DEFAULT_EXACT_MEMORY >> 20,
+        metavar="MiB",
+        help="for exact blocks; a layer that needs more is measured by probes (default: %(default)s)",
+    )
+    how.add_argument(
+        "--probes", type=_positive, default=DEFAULT_PROBES, help="for such layers (default: %(default)s)"
+    )
+    how.add_argument("--seed", type=int, default=0, help="default: %(default)s")
+    out = parser.add_argument_group("what comes out")
+    out.add_argument(
+        "--out", type=Path, default=Path("fisher-report"), metavar="DIR", help="folder (default: %(default)s)"
+    )
+    out.add_argument("--heat-map", metavar="LAYER", help="layer to draw as matrices (default: the smallest)")
+    out.add_argument("--no-figures", action="store_true", help="table and files only")
+    out.add_argument("--quiet", action="store_true", help="no progress bars")
+    parser.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace) -> None:
+    """Measure, write files and figures, print the table and what it says."""
+    logging.basicConfig(level=logging.WARNING, format="%(message)s")
+    _check(options)
+    dtype = torch.float32 if options.float32 else torch.float64
+    loader = Limited(_data(options), options.samples, dtype)
+    keywords: Keywords = {
+        "fisher": options.fisher,
+        "likelihood": options.likelihood,
+        "layers": options.layers,
+        "seed": options.seed,
+        "progress": not options.quiet and sys.stderr.isatty(),
+    }
+    comparisons: dict[str, Comparison] = {}
+    model: nn.Module | None = None
+    for point, model, is_last in _points(options, dtype):
+        _check_heat_map(options, model)
+        print(f"Measuring {point} ...", file=sys.stderr)
+        comparisons[point] = compare(
+            model,
+            loader,
+            approximations=options.methods,
+            damping=options.damping,
+            exact_memory=options.exact_memory << 20,
+            probes=options.probes,
+            spectra=is_last and not options.no_figures,
+            **keywords,
+        )
+    assert model is not None
+    last, found = list(comparisons)[-1], findings(list(comparisons.values()))
+    written = _write_numbers(options, comparisons, found)
+    samples = comparisons[last].metadata["samples"]
+    print(f"\n{_title(options)}, {last}; {samples} samples\n\n{comparisons[last]}\n")
+    print("\n".join(map(str, found)))
+    if not options.no_figures:
+        written += _write_figures(options, comparisons, model, loader, keywords)
+    print(f"\nWritten to {options.out}: {', '.join(written)}")
+    contradicted = [finding for finding in found if finding.contradicted]
+    if contradicted:
+        raise ValueError(f"Mathematics rules this out; please report it: {contradicted[0]}")
+
+
+def _check(options: argparse.Namespace) -> None:
+    """What can be known to fail before any work is done."""
+    if options.network != DIGITS and options.data is None:
+        raise ValueError("--network needs --data: a function that returns batches (inputs, targets).")
+    if options.network == DIGITS and options.data is not None:
+        raise ValueError("--data needs --network: a function that returns the network it is data of.")
+    for name in options.methods:
+        Approximation.named(name)
+    if not options.no_figures:
+        require("matplotlib", "A figure (--no-figures does without)")
+    options.out.mkdir(parents=True, exist_ok=True)
+
+
+def _check_heat_map(options: argparse.Namespace, model: nn.Module) -> None:
+    layers = take_inventory(model, ()).layers
+    if options.heat_map is not None and options.heat_map not in layers:
+        raise ValueError(f"No layer {options.heat_map!r} for --heat-map. The layers are {', '.join(layers)}.")
+
+
+# -- in ------------------------------------------------------------------------------------------------------
+
+
+def _data(options: argparse.Namespace) -> Iterable[Any]:
+    if options.data is None:
+        return batches(*digits.data(), size=128)
+    loader = made_by(options.data, "--data")
+    if isinstance(loader, Iterator) or not isinstance(loader, Iterable):
+        raise ValueError(
+            f"--data {options.data} returned a {type(loader).__name__}. Expected batches that can be read "
+            "several times: a DataLoader or a list."
+        )
+    return loader
+
+
+def _points(options: argparse.Namespace, dtype: torch.dtype) -> Points:
+    """The network at each of its checkpoints; the digits CNN along its training, if it has none."""
+    torch.manual_seed(options.seed)
+    model = digits.network() if options.network == DIGITS else made_by(options.network, "--network")
+    if not isinstance(model, nn.Module):
+        kind = type(model).__name__
+        raise ValueError(f"--network {options.network} returned a {kind}. Expected an nn.Module.")
+    model = model.to(dtype)
+    if options.state:
+        for name, path in zip(distinct(options.state), options.state, strict=True):
+            load_state(model, path)
+            yield name, model, path == options.state[-1]
+    elif options.network == DIGITS:
+        for epoch, accuracy in digits.training(model, EPOCHS[-1], options.seed):
+            if epoch in EPOCHS:
+                yield f"epoch {epoch} ({100 * accuracy:.1f}% right)", deepcopy(model), epoch == EPOCHS[-1]
+    else:
+        yield "the network as it was made", model, True
+
+
+# -- out -----------------------------------------------------------------------------------------------------
+
+
+def _title(options: argparse.Namespace) -> str:
+    return "The digits CNN" if options.network == DIGITS else str(options.network)
+
+
+def _write_numbers(
+    options: argparse.Namespace, comparisons: dict[str, Comparison], found: list[Finding]
+) -> list[str]:
+    rows = [{"point": point, **row.plain()} for point, c in comparisons.items() for row in c.rows]
+    write_csv(options.out / "comparison.csv", rows)
+    claims = [
+        {"kind": f.kind, "claim": f.claim, "held": f.held, "cases": f.cases, "margin": f.margin} for f in found
+    ]
+    plain = {
+        "command": options.command_line,
+        "findings": claims,
+        "points": {point: comparison.plain() for point, comparison in comparisons.items()},
+    }
+    write_json(options.out / "comparison.json", plain)
+    table = [f"{point}\n\n{comparison}\n" for point, comparison in comparisons.items()]
+    text = "\n".join([*table, *map(str, found)])
+    (options.out / "comparison.txt").write_text(text + "\n", encoding="utf-8")
+    return ["comparison.csv", "comparison.json", "comparison.txt"]
+
+
+def _write_figures(
+    options: argparse.Namespace,
+    comparisons: dict[str, Comparison],
+    model: nn.Module,
+    loader: Iterable[Any],
+    keywords: Keywords,
+) -> list[str]:
+    last = list(comparisons.values())[-1]
+    drawn = {"errors": figures.errors(last), "angles": figures.angles(last), "spectra": figures.spectra(last)}
+    if len(comparisons) > 1:
+        short = {point.partition(" (")[0].removeprefix("epoch "): c for point, c in comparisons.items()}
+        xlabel = "epoch" if options.network == DIGITS and not options.state else "checkpoint"
+        drawn["training"] = figures.along_training(short, xlabel)
+    sizes = {name: truth.shape.size for name, truth in last.truths.items() if truth.trace > 0}
+    layer = options.heat_map or min(sizes, key=lambda name: sizes[name], default=None)
+    if options.heat_map is None and (layer is None or sizes[layer] > HEAT_MAP_ROWS):
+        print(f"No heat map: no layer has up to {HEAT_MAP_ROWS} parameters (--heat-map LAYER draws any).")
+    else:
+        one: Keywords = {**keywords, "layers": [str(layer)], "progress": False}
+        approximations = {
+            a.label: estimate(model, loader, method=a.method.name, sharing=a.sharing, **one)[str(layer)]
+            for a in last.compared
+        }
+        exact = exact_blocks(model, loader, **one)[str(layer)]
+        drawn["heat-map"] = figures.heat_maps(exact, approximations)
+    for name, figure in drawn.items():
+        figures.save(figure, options.out / name)
+    return [f"{name}.{ending}" for name in drawn for ending in ("png", "pdf")]
+
+
+def _positive(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a positive whole number")
+    return value

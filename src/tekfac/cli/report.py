@@ -1,0 +1,48 @@
+"""`tekfac report`: training runs as tables, figures and one page to look at."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+from tekfac.common.console import require_reports
+from tekfac.lab.presenting import present
+
+DESCRIPTION = """\
+Turns the folders that `tekfac train` wrote into a report: one page to open in a browser, tables in Markdown and
+LaTeX, all numbers in a CSV file, and figures as PNG, SVG and PDF. Runs that differ only in their seed are put
+together; runs that diverged or are still training are shown as that.
+
+  tekfac report runs/digits --out report --target 95
+"""
+
+
+def add_to(commands: Any) -> None:
+    """Declare the command."""
+    parser = commands.add_parser(
+        "report",
+        help="tables, figures and a page of training runs",
+        description=DESCRIPTION,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument(
+        "runs", nargs="+", type=Path, metavar="RUN", help="folder of a run, or one with runs anywhere below it"
+    )
+    parser.add_argument(
+        "--out", type=Path, default=Path("report"), metavar="DIR", help="folder (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--target",
+        type=float,
+        metavar="PERCENT",
+        help="test accuracy whose first epoch is looked for (default: one that most settings reach)",
+    )
+    parser.add_argument("--title", default="Training runs compared", help="of the page (default: %(default)s)")
+    parser.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace) -> None:
+    """Write the report, print its numbers in brief and where the page is."""
+    require_reports()
+    present(options.runs, options.out, title=options.title, target=options.target, command=options.command_line)

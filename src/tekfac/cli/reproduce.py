@@ -1,0 +1,115 @@
+"""`tekfac reproduce`: the paper's tables and figures."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+from tekfac.cli import arguments
+from tekfac.common.checks import nearest, require_choice
+from tekfac.common.console import require_reports
+from tekfac.lab import recipes
+from tekfac.lab.presenting import present
+from tekfac.lab.reproducing import EXPERIMENTS, SCALE_NOTES, SENSITIVE, Wish
+
+ALL = "all"
+SAME_RUNS = "figure-curves"
+"""Drawn by table-accuracy, too."""
+
+OF_ONE_TASK = ("table-vartheta", "table-lr", "figure-sensitivity")
+
+DESCRIPTION = """\
+Run the paper's experiments and put its numbers beside ours.
+
+  table-accuracy      all optimizers, CIFAR-10, CIFAR-100 and SVHN, VGG16 and ResNet20
+  table-vartheta      TEKFAC on CIFAR-100 with ResNet20, by vartheta
+  table-lr            the same by learning rate
+  figure-curves       accuracy against epochs and time (the runs of table-accuracy)
+  figure-sensitivity  accuracy over learning rate and vartheta
+  all
+
+The scale "paper" is the real thing, for a GPU and days; "small" is the same code on a reduced budget, which two
+CPU cores finish within an hour. In the small scale every optimizer first gets the best of five
+settings (--no-tune leaves that out). What was interrupted goes on when the same command is given again.
+"""
+
+
+def add_to(commands: Any) -> None:
+    """Declare the command."""
+    parser = commands.add_parser(
+        "reproduce",
+        help="the paper's tables and figures",
+        description=DESCRIPTION,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("experiment", metavar="EXPERIMENT", help=f"{', '.join(EXPERIMENTS)} or {ALL}")
+    parser.add_argument("--scale", choices=recipes.SCALES, default="small", help="default: %(default)s")
+    parser.add_argument("--data-dir", metavar="DIR", help="folder with the official folders of the data sets")
+    parser.add_argument("--allow-partial", action="store_true", default=None, help="a part of the data will do")
+    parser.add_argument(
+        "--data", metavar="NAME,...", help=f"of the table of accuracies (default: {','.join(Wish.data)})"
+    )
+    parser.add_argument(
+        "--models", metavar="NAME,...", help=f"of that table (default: {','.join(Wish.models)})"
+    )
+    parser.add_argument(
+        "--tune",
+        action=argparse.BooleanOptionalAction,
+        help="the best of five settings for every optimizer, not the paper's (default: in the small scale)",
+    )
+    arguments.add_optimizers(parser, "3")
+    arguments.add_jobs(parser)
+    arguments.add_manner(parser, "reproduction")
+    parser.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace) -> None:
+    """Run, then report."""
+    require_reports()
+    if options.experiment not in (*EXPERIMENTS, ALL):
+        hint = nearest(options.experiment, (*EXPERIMENTS, ALL))
+        raise ValueError(f"Unknown experiment: {options.experiment!r}.{hint}")
+    if options.experiment in OF_ONE_TASK:
+        one = "{2} on {0} with {1}".format(*SENSITIVE)
+        arguments.refuse(options, ["data", "models", "optimizers", "tune"], f"{options.experiment} is of {one}")
+    names = (
+        [name for name in EXPERIMENTS if name != SAME_RUNS]
+        if options.experiment == ALL
+        else [options.experiment]
+    )
+    place = {
+        key: getattr(options, key) for key in ("data_dir", "allow_partial", "device", "threads", "workers")
+    }
+    out: Path = options.out / options.scale
+    wish = Wish(
+        scale=options.scale,
+        out=out,
+        manner=arguments.manner(options),
+        data=_listed(options.data, "data", Wish.data),
+        models=_listed(options.models, "models", Wish.models),
+        optimizers=tuple(arguments.optimizers(options)),
+        seeds=tuple(arguments.seeds(options)),
+        tune=options.scale == "small" if options.tune is None else options.tune,
+        place={key: value for key, value in place.items() if value is not None},
+    )
+    for name in names:
+        outcome = EXPERIMENTS[name](wish)
+        present(
+            outcome.folders,
+            out / name,
+            title=f"The paper's {name}, scale {options.scale}",
+            command=options.command_line,
+            extra_tables=outcome.tables,
+            paper=outcome.paper,
+            notes=[SCALE_NOTES[wish.scale]],
+        )
+
+
+def _listed(text: str | None, name: str, known: tuple[str, ...]) -> tuple[str, ...]:
+    if text is None:
+        return known
+    names = tuple(part.strip() for part in text.split(","))
+    for part in names:
+        require_choice(name, part, known)
+    return names

@@ -1,0 +1,1 @@
+"""What the other packages share and none owns: checks of values, optional packages, files, the terminal."""

@@ -1,0 +1,281 @@
+"""Kronecker factors of a layer's Fisher block: plain and trace-restricted.
+
+    plain              F ~ A (x) U            A = E[a a^T],  U = E[u u^T]                (paper, Eq. kfac2)
+    trace-restricted   F ~ sigma Phi (x) Psi  the normalised partial traces of F         (paper, Eq. tkfac2)
+
+Both are built from two second moments, one of the inputs and one of the output gradients. In the
+trace-restricted ones every row is weighted by the squared norm of its partner. What "row" means when a
+layer uses its weights at several positions is the *sharing*:
+
+    exact    partial traces of the exact block, E[G_n^T G_n] and E[G_n G_n^T]: the trace of F is kept
+    expand   positions are treated as if they were independent samples
+    reduce   inputs are averaged and output gradients summed over positions first
+
+docs/mathematics.md, sections 2 and 3, has the formulas and what each of them keeps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from tekfac.curvature import symmetric
+from tekfac.layers.rows import LayerBatch, Rows, samples_within
+
+
+class Moments(NamedTuple):
+    """Second moments of one layer, in the form that is averaged over steps.
+
+    Attributes:
+        input: [G, d_in, d_in], or in the cheaper form of a large side (see symmetric.py).
+        output: [G, d_out, d_out], likewise.
+        scale: [G]; the common trace sigma for trace-restricted moments, 1 for plain ones.
+    """
+
+    input: Tensor
+    output: Tensor
+    scale: Tensor
+
+
+class KroneckerFactors(NamedTuple):
+    """F is approximated by scale * input (x) output.
+
+    Attributes:
+        input: A or Phi, [G, d_in, d_in], or in the cheaper form of a large side (see symmetric.py).
+        output: U or Psi, [G, d_out, d_out], likewise.
+        scale: sigma, [G].
+    """
+
+    input: Tensor
+    output: Tensor
+    scale: Tensor
+
+
+class MomentSums(NamedTuple):
+    """Sums over samples, and what the input sum is to be divided by.
+
+    The output sum is always divided by the number of loss terms. `input_count` is None where the input
+    sum is, too; both sums then have the same trace.
+    """
+
+    input: Tensor
+    output: Tensor
+    input_count: Tensor | None
+
+    def plus(self, other: MomentSums) -> MomentSums:
+        """The sums over both sets of samples; this one's tensors are used up."""
+        count = None
+        if self.input_count is not None and other.input_count is not None:
+            count = self.input_count + other.input_count
+        return MomentSums(self.input.add_(other.input), self.output.add_(other.output), count)
+
+
+MeasureChunk = Callable[[Rows], MomentSums]
+
+
+@dataclass(frozen=True)
+class FactorRule:
+    """One of the two choices of factors.
+
+    Attributes:
+        name: for messages.
+        sharings: how a chunk of rows is measured, by the name of the sharing.
+        trace_restricted: whether both moments have the trace of F, which becomes the scale.
+    """
+
+    name: str
+    sharings: Mapping[str, MeasureChunk]
+    trace_restricted: bool
+
+    def measure(self, batches: Sequence[LayerBatch], sharing: str, memory_budget: int) -> Moments:
+        """The moments of one or more batches of the same layer, as of one large batch."""
+        num_terms = sum(batch.num_terms for batch in batches)
+        return self.moments(self.sums(batches, sharing, memory_budget), num_terms)
+
+    def sums(self, batches: Sequence[LayerBatch], sharing: str, memory_budget: int) -> MomentSums:
+        """What `measure` divides: sums that can be added to those of other batches."""
+        total: MomentSums | None = None
+        for batch in batches:
+            for rows in batch.chunks(_chunk_size(batch, memory_budget)):
+                sums = self._measured(rows, sharing)
+                total = sums if total is None else total.plus(sums)
+        assert total is not None, "sums() needs at least one batch"
+        return total
+
+    def _measured(self, rows: Rows, sharing: str) -> MomentSums:
+        """The sums of a chunk.
+
+        Rows of unlike uses cannot be averaged with one another: unless the exact factors are asked for, each is
+        weighted by its partner, whatever the factors.
+        """
+        measure = restricted_expand if rows.unlike and sharing != "exact" else self.sharings[sharing]
+        sums = measure(rows)
+        return sums if rows.tokens is None else sums._replace(input=rows.tokens.spread(sums.input, dim=1))
+
+    def moments(self, sums: MomentSums, num_terms: int) -> Moments:
+        """The moments that sums over samples with so many loss terms stand for."""
+        if sums.input_count is None:
+            input_moment = sums.input / num_terms
+            if not self.trace_restricted:
+                input_moment = symmetric.unit_trace(input_moment)
+        else:
+            input_moment = sums.input / sums.input_count.reshape(-1, 1, 1)
+        traces = symmetric.trace(input_moment)
+        scale = traces if self.trace_restricted else torch.ones_like(traces)
+        return Moments(input_moment, sums.output / num_terms, scale)
+
+    def read(self, moments: Moments) -> KroneckerFactors:
+        """The factors that the (averaged) moments stand for."""
+        if not self.trace_restricted:
+            return KroneckerFactors(*moments)
+        return KroneckerFactors(
+            symmetric.unit_trace(moments.input), symmetric.unit_trace(moments.output), moments.scale
+        )
+
+    def normalised(self, moments: Moments) -> Moments:
+        """Moments as the paper averages them (Eqs. etkfac7, etkfac8): Phi, Psi and sigma themselves."""
+        return Moments(*self.read(moments))
+
+
+def _chunk_size(batch: LayerBatch, memory_budget: int) -> int:
+    """Samples per chunk such that rows and Gram matrices, or rows and gradients, fit the budget."""
+    columns, groups, _, positions, d_in, d_out = batch.shape
+    rows = 2 * positions * (d_in + columns * d_out)
+    by_grams = grams_are_cheaper(positions, d_in, d_out, columns)
+    work = 2 * positions**2 if by_grams else columns * d_in * d_out
+    return samples_within(memory_budget, groups * (rows + work))
+
+
+# -- plain ---------------------------------------------------------------------------------------------
+
+
+def plain_expand(rows: Rows) -> MomentSums:
+    """A: mean of a a^T over samples and positions; U: sum of u u^T over positions, mean over samples."""
+    a, counted = rows.a, rows.counted
+    if counted is None:
+        weighted = a
+        count = a.new_tensor(a.shape[1] * a.shape[2])
+    else:
+        weighted = a * counted[..., None].to(a.dtype)
+        count = counted.sum(dim=(1, 2)).to(a.dtype)
+    return MomentSums(_input_moment(rows, weighted, a), _output_moment(rows, rows.u, rows.u), count)
+
+
+def plain_reduce(rows: Rows) -> MomentSums:
+    """A: mean over samples of the outer product of the mean input; U: of the summed output gradient."""
+    a, u = _reduced(rows)
+    if rows.counted is None:
+        count = a.new_tensor(a.shape[1])
+    else:
+        present = rows.counted.any(dim=2).to(a.dtype)
+        a, count = a * present[..., None, None], present.sum(dim=1)
+    return MomentSums(_input_moment(rows, a, a), _output_moment(rows, u, u), count)
+
+
+# -- trace-restricted ----------------------------------------------------------------------------------
+
+
+def restricted_exact(rows: Rows) -> MomentSums:
+    """Partial traces of the exact block: sums of G^T G and G G^T, by the cheaper of two contractions."""
+    positions, d_in = rows.a.shape[2:]
+    columns, d_out = rows.u.shape[0], rows.u.shape[-1]
+    by_grams = grams_are_cheaper(positions, d_in, d_out, columns)
+    return exact_by_grams(rows) if by_grams else exact_by_gradients(rows)
+
+
+def grams_are_cheaper(positions: int, d_in: int, d_out: int, columns: int) -> bool:
+    """Which of the two contractions of the exact factors takes fewer multiplications."""
+    sizes = (positions, d_in, d_out, columns)
+    return gram_cost(*sizes) <= gradient_cost(*sizes)
+
+
+def gram_cost(positions: int, d_in: int, d_out: int, columns: int) -> int:
+    """Multiplications per sample of `exact_by_grams`."""
+    sides = d_in + columns * d_out
+    return 2 * positions**2 * sides + positions * (d_in**2 + columns * d_out**2)
+
+
+def gradient_cost(positions: int, d_in: int, d_out: int, columns: int) -> int:
+    """Multiplications per sample of `exact_by_gradients`."""
+    return columns * d_in * d_out * (positions + d_in + d_out)
+
+
+def exact_by_grams(rows: Rows) -> MomentSums:
+    """sum a^T (u u^T) a and sum u^T (a a^T) u, from the T x T Gram matrices of each sample."""
+    a, u = rows.a, rows.u
+    gram_of_inputs = torch.einsum("gnti,gnsi->gnts", a, a)
+    gram_of_gradients = torch.einsum("kgnto,kgnso->gnts", u, u)
+    weighted_a = torch.einsum("gnts,gnsi->gnti", gram_of_gradients, a)
+    weighted_u = torch.einsum("gnts,kgnso->kgnto", gram_of_inputs, u)
+    return MomentSums(_input_moment(rows, a, weighted_a), _output_moment(rows, u, weighted_u), None)
+
+
+def exact_by_gradients(rows: Rows) -> MomentSums:
+    """sum G^T G and sum G G^T, from the per-sample gradients themselves."""
+    gradients = rows.gradients()  # [K, G, N, d_out, d_in]
+    turned = gradients.mT
+    return MomentSums(_input_moment(rows, gradients, gradients), _output_moment(rows, turned, turned), None)
+
+
+def restricted_expand(rows: Rows) -> MomentSums:
+    """Positions as samples: sum |u_t|^2 a_t a_t^T and sum |a_t|^2 u_t u_t^T."""
+    return _weighted_by_partner(rows, rows.a, rows.u)
+
+
+def restricted_reduce(rows: Rows) -> MomentSums:
+    """One row per sample: sum |u|^2 a a^T and sum |a|^2 u u^T of the mean input, summed gradient."""
+    return _weighted_by_partner(rows, *_reduced(rows))
+
+
+def _weighted_by_partner(rows: Rows, a: Tensor, u: Tensor) -> MomentSums:
+    norms_of_u = u.square().sum(dim=(0, -1))  # [G, N, T]
+    norms_of_a = a.square().sum(dim=-1)  # [G, N, T]
+    return MomentSums(
+        _input_moment(rows, a * norms_of_u[..., None], a),
+        _output_moment(rows, u * norms_of_a[None, ..., None], u),
+        None,
+    )
+
+
+def _input_moment(rows: Rows, x: Tensor, y: Tensor) -> Tensor:
+    """Sum of x y^T over [..., G, N, T, d_in], in the form of the input side."""
+    return symmetric.sum_of_products(x.flatten(-3, -2), y.flatten(-3, -2), rows.block_in or x.shape[-1])
+
+
+def _output_moment(rows: Rows, x: Tensor, y: Tensor) -> Tensor:
+    """Sum of x y^T over [..., G, N, T, d_out], in the form of the output side."""
+    return symmetric.sum_of_products(x.flatten(-3, -2), y.flatten(-3, -2), rows.block_out or x.shape[-1])
+
+
+def _reduced(rows: Rows) -> tuple[Tensor, Tensor]:
+    """Mean input [G, N, 1, d_in] over the counted positions, summed output gradient [K, G, N, 1, d_out]."""
+    if rows.counted is None:
+        mean_input = rows.a.mean(dim=2, keepdim=True)
+    else:
+        weight = rows.counted.to(rows.a.dtype).expand(rows.a.shape[:-1])
+        weight = weight / weight.sum(dim=2, keepdim=True).clamp_min(1)
+        mean_input = torch.einsum("gnti,gnt->gni", rows.a, weight)[:, :, None]
+    return mean_input, rows.u.sum(dim=3, keepdim=True)
+
+
+# -- the two rules -------------------------------------------------------------------------------------
+
+PLAIN = FactorRule(
+    name="plain",
+    sharings={"expand": plain_expand, "reduce": plain_reduce},
+    trace_restricted=False,
+)
+
+TRACE_RESTRICTED = FactorRule(
+    name="trace-restricted",
+    sharings={
+        "exact": restricted_exact,
+        "expand": restricted_expand,
+        "reduce": restricted_reduce,
+    },
+    trace_restricted=True,
+)

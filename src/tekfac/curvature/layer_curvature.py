@@ -1,0 +1,130 @@
+"""The curvature of one layer: what is known of its Fisher block, and how it is refreshed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from tekfac.curvature.averages import Average
+from tekfac.curvature.eigenbasis import Eigenbasis, decompose, standard_basis
+from tekfac.curvature.factors import FactorRule, Moments
+from tekfac.curvature.rescaling import RescalingRule, product_of_eigenvalues, rotated, second_moments
+from tekfac.curvature.symmetric import DecompositionError
+from tekfac.layers.rows import LayerBatch
+
+
+class NonFiniteStatisticsError(ArithmeticError):
+    """A batch gave statistics that are not finite numbers."""
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How a layer's curvature is estimated: a method and its settings.
+
+    Attributes:
+        factors: which factors give the eigenbasis.
+        rescaling: which diagonal is used in it.
+        sharing: how positions that share weights are treated.
+        factor_decay: weight of the past in the moments.
+        rescaling_decay: weight of the past in Theta.
+        averaging: "moments" keeps raw moments and normalises when read; "factors" averages the
+            normalised factors, as the paper prints it.
+        memory_budget: bytes of working memory for one layer's rows.
+    """
+
+    factors: FactorRule
+    rescaling: RescalingRule
+    sharing: str
+    factor_decay: float
+    rescaling_decay: float
+    averaging: str
+    memory_budget: int
+
+
+@dataclass(frozen=True)
+class Due:
+    """What a step refreshes."""
+
+    factors: bool
+    basis: bool
+    rescaling: bool
+
+    @property
+    def anything(self) -> bool:
+        """Whether the step needs captured batches."""
+        return self.factors or self.rescaling
+
+
+@dataclass(frozen=True)
+class LayerCurvature:
+    """An approximate Fisher block, Q diag(S) Q^T with Q = Q_in (x) Q_out; a value that is never changed.
+
+    Attributes:
+        moments: running average of the moments.
+        basis: the eigenbasis in use.
+        theta: running average of the second moments in that basis; None for products of eigenvalues.
+        failed_refreshes: how often a decomposition failed and an older basis was kept.
+    """
+
+    moments: Average[Moments]
+    basis: Eigenbasis
+    theta: Average[tuple[Tensor]] | None
+    failed_refreshes: int = 0
+
+    @property
+    def rescaling(self) -> Tensor:
+        """S, [G, d_out, d_in]."""
+        return product_of_eigenvalues(self.basis) if self.theta is None else self.theta.values[0]
+
+
+def refreshed(
+    old: LayerCurvature | None, batches: Sequence[LayerBatch], due: Due, recipe: Recipe
+) -> LayerCurvature:
+    """The curvature after one more batch: factors, basis, re-scaling, in the order of Algorithm 1.
+
+    A layer seen for the first time gets all three, whatever is due.
+
+    Raises:
+        NonFiniteStatisticsError: if the batch leads to numbers that are not finite.
+    """
+    if old is None:
+        due = Due(factors=True, basis=True, rescaling=True)
+    moments = _averaged_moments(old, batches, recipe) if due.factors or old is None else old.moments
+    basis, theta = (None, None) if old is None else (old.basis, old.theta)
+    failures = 0 if old is None else old.failed_refreshes
+    if due.basis or basis is None:
+        factors = recipe.factors.read(moments.values)
+        try:
+            new_basis = decompose(factors)
+        except DecompositionError:
+            failures += 1
+            new_basis = basis or standard_basis(factors)
+        if theta is not None and basis is not None and new_basis is not basis:
+            theta = replace(theta, values=(rotated(theta.values[0], basis, new_basis),))
+        basis = new_basis
+    if recipe.rescaling.measured and (due.rescaling or theta is None):
+        measured = (second_moments(batches, basis, recipe.memory_budget),)
+        require_finite(*measured)
+        theta = Average.of(measured) if theta is None else theta.updated(measured, recipe.rescaling_decay)
+    return LayerCurvature(moments, basis, theta, failures)
+
+
+def _averaged_moments(
+    old: LayerCurvature | None, batches: Sequence[LayerBatch], recipe: Recipe
+) -> Average[Moments]:
+    measured = recipe.factors.measure(batches, recipe.sharing, recipe.memory_budget)
+    require_finite(*measured)
+    if recipe.averaging == "factors":
+        measured = recipe.factors.normalised(measured)
+    if old is None:
+        return Average.of(measured)
+    return old.moments.updated(measured, recipe.factor_decay)
+
+
+def require_finite(*tensors: Tensor) -> None:
+    """Raise NonFiniteStatisticsError for numbers that are not finite."""
+    if not bool(torch.stack([torch.isfinite(tensor).all() for tensor in tensors]).all()):
+        raise NonFiniteStatisticsError("the curvature statistics are not finite")

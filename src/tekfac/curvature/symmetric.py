@@ -1,0 +1,195 @@
+"""Symmetric matrices over a layer's inputs or outputs, whole or in a cheaper form: build, decompose, turn.
+
+    whole      [G, d, d]
+    blocks     [G, d, b]    a block diagonal with blocks of b, of each row the part that lies in its block
+    diagonal   [G, d, 1]
+
+So the last axis tells the form: the size b of the blocks (the last block may be smaller, and its rows are
+padded by zeros). Moments, factors and eigenvectors of a side have the same form. Which form a side gets is
+decided in layers/side_forms.py. See docs/mathematics.md, section 10.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+logger = logging.getLogger("tekfac")
+
+JITTERS = (1e-6, 1e-4, 1e-2)
+"""Multiples of the mean eigenvalue that are tried, in turn, on the diagonal of a stubborn matrix."""
+
+
+class DecompositionError(ArithmeticError):
+    """No attempt at an eigendecomposition gave a finite, orthogonal result."""
+
+
+# -- building ------------------------------------------------------------------------------------------
+
+
+def sum_of_products(x: Tensor, y: Tensor, block_size: int) -> Tensor:
+    """Sum over rows of x y^T, as far as the form keeps it, [G, d, b]; rows are [..., G, R, d]."""
+    dim = x.shape[-1]
+    if block_size == dim:
+        return torch.einsum("...gri,...grj->gij", x, y)
+    if block_size == 1:
+        return torch.einsum("...gri,...gri->gi", x, y)[..., None]
+    return _to_rows(torch.einsum("...grni,...grnj->gnij", _cut(x, block_size), _cut(y, block_size)), dim)
+
+
+def trace(matrix: Tensor) -> Tensor:
+    """The trace of every group, [G]."""
+    return diagonal_of(matrix).sum(-1)
+
+
+def unit_trace(matrix: Tensor) -> Tensor:
+    """The matrix divided by its trace; I / d where that is 0 (a layer no gradient reaches)."""
+    traces = trace(matrix)[:, None, None]
+    flat = identity_like(matrix) / matrix.shape[1]
+    return torch.where(traces > 0, matrix / traces.clamp_min(torch.finfo(matrix.dtype).tiny), flat)
+
+
+def identity_like(matrix: Tensor) -> Tensor:
+    """The identity, in the form of the matrix."""
+    groups, dim, size = matrix.shape
+    eye = torch.eye(size, dtype=matrix.dtype, device=matrix.device)
+    return eye.repeat(math.ceil(dim / size), 1)[:dim].expand(groups, dim, size).contiguous()
+
+
+def diagonal_of(matrix: Tensor) -> Tensor:
+    """The diagonal, [G, d]."""
+    _, dim, size = matrix.shape
+    if size == dim:
+        return matrix.diagonal(dim1=-2, dim2=-1)
+    return _to_blocks(matrix).diagonal(dim1=-2, dim2=-1).flatten(1)[:, :dim]
+
+
+# -- decomposing ---------------------------------------------------------------------------------------
+
+
+def eigen(matrix: Tensor) -> tuple[Tensor, Tensor]:
+    """Eigenvalues [G, d] (not negative, ascending in each block) and eigenvectors, in the form of the matrix.
+
+    Raises:
+        DecompositionError: if a block defeats every attempt of `symmetric_eigen`.
+    """
+    _, dim, size = matrix.shape
+    if size == dim:
+        return symmetric_eigen(matrix)
+    if size == 1:
+        return axes(matrix)
+    blocks = _to_blocks(matrix)
+    last = dim - size * (blocks.shape[1] - 1)
+    values, vectors = symmetric_eigen(blocks[:, :-1])
+    last_values, last_vectors = symmetric_eigen(blocks[:, -1, :last, :last])
+    all_vectors = torch.cat([vectors.flatten(1, 2), F.pad(last_vectors, (0, size - last))], dim=1)
+    return torch.cat([values.flatten(1), last_values], dim=1), all_vectors
+
+
+def axes(matrix: Tensor) -> tuple[Tensor, Tensor]:
+    """The diagonal (not negative) and the coordinate axes, instead of eigenvalues and eigenvectors."""
+    return diagonal_of(matrix).clamp_min(0).contiguous(), identity_like(matrix)
+
+
+def recomposed(vectors: Tensor, values: Tensor) -> Tensor:
+    """Q diag(values) Q^T, in the form of Q."""
+    _, dim, size = vectors.shape
+    if size == dim:
+        return (vectors * values[:, None, :]) @ vectors.mT
+    blocks = _to_blocks(vectors)
+    return _to_rows((blocks * _cut(values, size)[:, :, None, :]) @ blocks.mT, dim)
+
+
+def symmetric_eigen(matrix: Tensor) -> tuple[Tensor, Tensor]:
+    """Eigenvalues [..., d] (clamped at 0) and eigenvectors [..., d, d] of positive semi-definite matrices.
+
+    A decomposition that fails is tried again in float64, then with a growing multiple of the identity
+    added (which does not move exact eigenvectors).
+
+    Raises:
+        DecompositionError: if all of these fail.
+    """
+    symmetric = 0.5 * (matrix + matrix.mT)
+    attempts = [(matrix.dtype, 0.0)]
+    if matrix.dtype != torch.float64:
+        attempts.append((torch.float64, 0.0))
+    attempts += [(torch.float64, jitter) for jitter in JITTERS]
+    for dtype, jitter in attempts:
+        how = f"in {str(dtype).removeprefix('torch.')} with jitter {jitter:g}"
+        candidate = symmetric.to(dtype)
+        added = jitter * candidate.diagonal(dim1=-2, dim2=-1).mean(-1, keepdim=True)
+        if jitter:
+            candidate = candidate + torch.diag_embed(added.expand(candidate.shape[:-1]))
+        try:
+            values, vectors = torch.linalg.eigh(candidate)
+        except RuntimeError as error:  # torch.linalg.LinAlgError is one
+            logger.warning("Eigendecomposition of a %s matrix failed %s: %s", tuple(matrix.shape), how, error)
+            continue
+        if bool(torch.isfinite(values).all() & torch.isfinite(vectors).all()):
+            return (values - added).clamp_min(0).to(matrix.dtype), vectors.to(matrix.dtype)
+        logger.warning("Eigendecomposition of a %s matrix gave non-finite numbers %s", tuple(matrix.shape), how)
+    raise DecompositionError(
+        f"No eigendecomposition of a {tuple(matrix.shape)} matrix succeeded, not in float64 and not "
+        f"with {JITTERS[-1]:g} of its mean eigenvalue added to the diagonal."
+    )
+
+
+# -- turning -------------------------------------------------------------------------------------------
+
+
+def into(vectors: Tensor, x: Tensor) -> Tensor:
+    """Coordinates along the eigenvectors, x Q for rows [..., G, R, d]."""
+    _, dim, size = vectors.shape
+    if size == dim:
+        return x @ vectors
+    if size == 1:
+        return x
+    return _joined(torch.einsum("...grni,gnij->...grnj", _cut(x, size), _to_blocks(vectors)), dim)
+
+
+def out_of(vectors: Tensor, x: Tensor) -> Tensor:
+    """Back from the coordinates along the eigenvectors, x Q^T for rows [..., G, R, d]."""
+    _, dim, size = vectors.shape
+    if size == dim:
+        return x @ vectors.mT
+    if size == 1:
+        return x
+    return _joined(torch.einsum("...grnj,gnij->...grni", _cut(x, size), _to_blocks(vectors)), dim)
+
+
+def squared_overlap(old: Tensor, new: Tensor) -> Tensor:
+    """The squares of Q_old^T Q_new, in their form."""
+    _, dim, size = old.shape
+    if size == dim:
+        return (old.mT @ new).square()
+    return _to_rows((_to_blocks(old).mT @ _to_blocks(new)).square(), dim)
+
+
+# -- between the forms ---------------------------------------------------------------------------------
+
+
+def _cut(x: Tensor, size: int) -> Tensor:
+    """[..., d] as [..., n, b]: n blocks, the last one padded by zeros."""
+    blocks = math.ceil(x.shape[-1] / size)
+    return F.pad(x, (0, blocks * size - x.shape[-1])).reshape(*x.shape[:-1], blocks, size)
+
+
+def _joined(x: Tensor, dim: int) -> Tensor:
+    """The inverse of `_cut`."""
+    return x.flatten(-2)[..., :dim]
+
+
+def _to_blocks(matrix: Tensor) -> Tensor:
+    """[G, d, b] as [G, n, b, b]."""
+    _, dim, size = matrix.shape
+    blocks = math.ceil(dim / size)
+    return F.pad(matrix, (0, 0, 0, blocks * size - dim)).reshape(-1, blocks, size, size)
+
+
+def _to_rows(blocks: Tensor, dim: int) -> Tensor:
+    """The inverse of `_to_blocks`."""
+    return blocks.flatten(1, 2)[:, :dim].contiguous()

@@ -1,0 +1,270 @@
+"""What an optimizer will do with a model, told before training: a table of its layers."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, TextIO
+
+from torch import nn
+
+from tekfac import methods
+from tekfac.layers import side_forms
+from tekfac.layers.inventory import Inventory, plain_name, take_inventory
+from tekfac.layers.layer import Layer
+from tekfac.layers.registry import kind_of
+from tekfac.optim.param_groups import parameters_of
+from tekfac.optim.settings import resolve
+
+FLOPS_OF_EIGENDECOMPOSITION = 9
+"""Times d^3: what eigenvalues and eigenvectors of a d x d matrix take, roughly."""
+
+HEADER = ("layer", "module", "block", "inputs", "outputs", "parameters", "memory", "refresh")
+
+
+@dataclass(frozen=True)
+class LayerPlan:
+    """How one layer will be treated.
+
+    Attributes:
+        name: of the layer.
+        module: type of its module, or of its modules.
+        treatment: what its block is, in words.
+        inputs: d_in (the bias's 1 included), and the form of that side.
+        outputs: d_out, likewise.
+        parameters: how many it has.
+        memory: bytes that its curvature takes.
+        refresh_flops: floating-point operations of its eigendecompositions, each time the basis is refreshed.
+        frozen: whether it is frozen: then it costs nothing, until it is unfrozen.
+    """
+
+    name: str
+    module: str
+    treatment: str
+    inputs: str
+    outputs: str
+    parameters: int
+    memory: int
+    refresh_flops: int
+    frozen: bool = False
+
+
+@dataclass(frozen=True)
+class FirstOrder:
+    """A parameter that is trained by momentum SGD on its raw gradient.
+
+    Attributes:
+        name: of the parameter.
+        parameters: how many numbers it has.
+        reason: why it has no block.
+        frozen: whether it is frozen, and not trained at all.
+    """
+
+    name: str
+    parameters: int
+    reason: str
+    frozen: bool = False
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """What an optimizer will do with a model.
+
+    Attributes:
+        method: of the optimizer.
+        layers: those that are preconditioned.
+        first_order: the parameters that are not.
+    """
+
+    method: str
+    layers: tuple[LayerPlan, ...]
+    first_order: tuple[FirstOrder, ...]
+
+    @property
+    def memory(self) -> int:
+        """Bytes that all curvature takes; frozen layers have none."""
+        return sum(layer.memory for layer in self.layers if not layer.frozen)
+
+    @property
+    def refresh_flops(self) -> int:
+        """Floating-point operations of all eigendecompositions; frozen layers have none."""
+        return sum(layer.refresh_flops for layer in self.layers if not layer.frozen)
+
+    @property
+    def share(self) -> float:
+        """Of the parameters that are not frozen: how many are preconditioned."""
+        covered = sum(layer.parameters for layer in self.layers if not layer.frozen)
+        others = sum(parameter.parameters for parameter in self.first_order if not parameter.frozen)
+        return covered / max(1, covered + others)
+
+    def __repr__(self) -> str:
+        return (
+            f"Explanation({self.method}: {len(self.layers)} layers with {self.share:.0%} of the parameters, "
+            f"{_bytes(self.memory)} of curvature)"
+        )
+
+    def __str__(self) -> str:
+        rows = [
+            (
+                layer.name or "(the model)",
+                layer.module,
+                f"{layer.treatment}; frozen" if layer.frozen else layer.treatment,
+                layer.inputs,
+                layer.outputs,
+                f"{layer.parameters:,}",
+                _bytes(layer.memory),
+                _flops(layer.refresh_flops),
+            )
+            for layer in self.layers
+        ]
+        covered = sum(layer.parameters for layer in self.layers if not layer.frozen)
+        total = ("", "", "", "", "", f"{covered:,}", _bytes(self.memory), _flops(self.refresh_flops))
+        lines = _aligned([HEADER, *rows, total], right_from=5)
+        lines.insert(-1, "-" * max(map(len, lines)))
+        trained = sum(not layer.frozen for layer in self.layers)
+        lines.append(
+            f"{self.method} preconditions {trained} layer(s), {self.share:.0%} of the trainable parameters."
+        )
+        if self.first_order:
+            lines += ["", "By momentum SGD on the raw gradient:"]
+            lines += _aligned(
+                [
+                    (f"  {p.name}", f"{p.parameters:,}", f"frozen; {p.reason}" if p.frozen else p.reason)
+                    for p in self.first_order
+                ],
+                right_from=3,
+            )
+        return "\n".join(lines)
+
+
+def explain(
+    model: nn.Module, *, method: str = "tekfac", file: TextIO | None = sys.stdout, **settings: Any
+) -> Explanation:
+    """Print what an optimizer will do with a model, layer by layer.
+
+    Args:
+        model: the model, as the optimizer would get it.
+        method: "kfac", "ekfac", "tkfac" or "tekfac".
+        file: where to print; None: nowhere.
+        settings: keywords of the optimizer, as it would get them (`max_dim`, `first_order`, ...).
+
+    Returns:
+        The table as data; its `str` is what was printed.
+
+    Raises:
+        TypeError: for something that is no model, and for keywords that do not exist.
+        ValueError: for settings that do not fit.
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"explain needs a model (nn.Module), got {type(model).__name__}.")
+    chosen = methods.named(method)
+    resolved = resolve(
+        chosen.name,
+        settings,
+        methods.default_settings(chosen),
+        methods.refused_settings(chosen),
+        chosen.factors.sharings,
+    )
+    left_out = parameters_of(model, resolved.first_order, "first_order")
+    rule = side_forms.SideRule(resolved.max_dim, resolved.large_dims)
+    inventory = take_inventory(model, left_out, rule, resolved.curvature_dtype)
+    explanation = Explanation(
+        chosen.name,
+        tuple(_plan(layer, chosen.rescaling.measured) for layer in inventory.layers.values()),
+        tuple(_first_order(model, inventory)),
+    )
+    if file is not None:
+        print(explanation, file=file)
+    return explanation
+
+
+def _plan(layer: Layer, measured: bool) -> LayerPlan:
+    shape = layer.shape
+    block_in, block_out = shape.block_in or shape.d_in, shape.block_out or shape.d_out
+    return LayerPlan(
+        name=layer.name,
+        module=" + ".join(dict.fromkeys(type(use.module).__name__ for use in layer.uses)),
+        treatment=_treatment(layer),
+        inputs=side_forms.in_words(shape.d_in, block_in),
+        outputs=side_forms.in_words(shape.d_out, block_out),
+        parameters=shape.size,
+        memory=_memory(layer, block_in, block_out, measured),
+        refresh_flops=shape.groups
+        * (_eigen_flops(shape.d_in, block_in) + _eigen_flops(shape.d_out, block_out)),
+        frozen=not layer.weight.requires_grad,
+    )
+
+
+def _treatment(layer: Layer) -> str:
+    """What the block of a layer is, in words."""
+    if layer.shape.layout == "units":
+        return "unit by unit, exact"
+    if layer.is_unlike:
+        return "table and output projection"
+    if layer.is_table:
+        return "table"
+    return "Kronecker" if layer.shape.groups == 1 else f"Kronecker, {layer.shape.groups} groups"
+
+
+def _memory(layer: Layer, block_in: int, block_out: int, measured: bool) -> int:
+    """Bytes of moments, eigenbasis, re-scaling and damped re-scaling."""
+    shape = layer.shape
+    matrices = 2 * (shape.d_in * block_in + shape.d_out * block_out)  # moments, eigenvectors
+    vectors = shape.d_in + shape.d_out + 2  # eigenvalues, two scales
+    diagonals = shape.d_in * shape.d_out * (2 if measured else 1)
+    return shape.groups * (matrices + vectors + diagonals) * layer.dtype.itemsize
+
+
+def _eigen_flops(dim: int, block_size: int) -> int:
+    if block_size == 1:
+        return 0
+    full, rest = divmod(dim, block_size)
+    return FLOPS_OF_EIGENDECOMPOSITION * (full * block_size**3 + rest**3)
+
+
+def _first_order(model: nn.Module, inventory: Inventory) -> Iterable[FirstOrder]:
+    """What no layer has, with the reason."""
+    covered = {parameter for layer in inventory.layers.values() for parameter in layer.parameters}
+    holders = {
+        parameter: module for module in model.modules() for parameter in module.parameters(recurse=False)
+    }
+    for full_name, parameter in model.named_parameters():
+        name = plain_name(full_name)
+        if parameter in covered:
+            continue
+        holder = holders[parameter]
+        reason = inventory.reasons.get(name)
+        if reason is None:
+            reason = f"{type(holder).__name__} has no block"
+            reason += " of it" if kind_of(holder) is not None else " (tekfac.register_layer can give it one)"
+        yield FirstOrder(name, parameter.numel(), reason, not parameter.requires_grad)
+
+
+def _aligned(rows: Sequence[Sequence[str]], right_from: int) -> list[str]:
+    """Rows as lines with columns below one another; numbers, from that column on, to the right."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = []
+    for row in rows:
+        cells = [
+            cell.rjust(width) if index >= right_from else cell.ljust(width)
+            for index, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ]
+        lines.append("  ".join(cells).rstrip())
+    return lines
+
+
+def _bytes(count: int) -> str:
+    number = float(count)
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if number < 1024 or unit == "GiB":
+            break
+        number /= 1024
+    return f"{number:.0f} {unit}" if unit == "B" else f"{number:.1f} {unit}"
+
+
+def _flops(count: int) -> str:
+    for size, unit in ((1e12, "TFLOP"), (1e9, "GFLOP"), (1e6, "MFLOP")):
+        if count >= size:
+            return f"{count / size:.3g} {unit}"
+    return "< 1 MFLOP" if count else "-"

@@ -1,1 +1,0 @@
-"""The lab on the command line: one module per command."""

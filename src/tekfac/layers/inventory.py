@@ -1,0 +1,262 @@
+"""The layers of a model, and why some of its parameters belong to none."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import UninitializedParameter
+
+from tekfac.layers.kinds.base import LayerKind, Part, attribute_at
+from tekfac.layers.kinds.embedding import TableKind
+from tekfac.layers.kinds.linear import LinearKind
+from tekfac.layers.layer import Layer, Use
+from tekfac.layers.registry import has_own_forward, kind_of
+from tekfac.layers.shapes import LayerShape
+from tekfac.layers.side_forms import SideRule
+
+ON_REQUEST = "left to first order on request"
+
+COMPILED = "_orig_mod."
+"""What `torch.compile` puts before the names of a model's parameters."""
+
+
+@dataclass
+class Inventory:
+    """What was found in a model.
+
+    Attributes:
+        layers: the layers to precondition, by name.
+        reasons: parameters of supported modules that are left to first order, with the reason.
+    """
+
+    layers: dict[str, Layer] = field(default_factory=dict)
+    reasons: dict[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class _Claim:
+    """A module that says it uses a parameter as the weight of one of its parts."""
+
+    name: str  # of the module
+    use: Use
+    part: Part
+    weight: nn.Parameter
+    bias: nn.Parameter | None
+
+    @property
+    def layer_name(self) -> str:
+        return f"{self.name}.{self.part.name}" if self.name and self.part.name else self.name or self.part.name
+
+    def full_name(self, parameter: str) -> str:
+        return f"{self.name}.{parameter}" if self.name else parameter
+
+
+def plain_name(name: str) -> str:
+    """A name without what `torch.compile` adds to it."""
+    return name.replace(COMPILED, "").removesuffix(COMPILED[:-1])
+
+
+def take_inventory(
+    model: nn.Module,
+    left_to_first_order: Iterable[Tensor],
+    rule: SideRule | None = None,
+    dtype: torch.dtype | None = None,
+) -> Inventory:
+    """Find the layers of a model.
+
+    Modules that share weight and bias become one layer. A weight that is also used in another way (by a
+    module of another kind, or with another bias) cannot be preconditioned rightly from what its modules
+    see, and is left to first order; but for a table of embeddings that is also an output projection.
+
+    Args:
+        model: the model.
+        left_to_first_order: parameters that are not to be preconditioned.
+        rule: which form large sides get.
+        dtype: of the curvature; None: float64 for float64 parameters, float32 otherwise.
+
+    Raises:
+        ValueError: for a lazy layer that has not seen data yet.
+    """
+    inventory = Inventory()
+    requested = set(left_to_first_order)
+    claims = _claims(model, inventory)
+    holders = _holders(model)
+    for weight, own in claims.items():
+        first = own[0]
+        reason = _reason(first, own, holders[weight], requested)
+        if reason is not None:
+            inventory.reasons[first.full_name(first.part.weight)] = reason
+            continue
+        with_bias = next((claim for claim in own if claim.bias is not None), first)
+        bias = with_bias.bias
+        if bias is not None and with_bias.part.bias is not None:
+            reason = _bias_reason(bias, weight, holders, requested)
+            if reason is not None:
+                inventory.reasons[with_bias.full_name(with_bias.part.bias)] = reason
+                bias = None
+        layer = _layer(own, with_bias, weight, bias, rule or SideRule(), dtype)
+        inventory.layers[layer.name] = layer
+    return inventory
+
+
+def _claims(model: nn.Module, inventory: Inventory) -> dict[nn.Parameter, list[_Claim]]:
+    """Who uses what as a weight; modules that cannot be understood are noted with the reason."""
+    claims: dict[nn.Parameter, list[_Claim]] = {}
+    inner: set[nn.Module] = set()
+    for full_name, module in model.named_modules():
+        kind, name = kind_of(module), plain_name(full_name)
+        if kind is None or module in inner:
+            continue
+        problem = _problem(name, module, kind)
+        if problem is not None:
+            prefix = f"{name}." if name else ""
+            inventory.reasons |= {
+                f"{prefix}{own}": problem for own, _ in module.named_parameters(recurse=False)
+            }
+            continue
+        inner.update(kind.inner_modules(module))
+        for index, part in enumerate(kind.parts(module)):
+            weight = find_parameter(module, part.weight)
+            if weight is None:
+                if isinstance(attribute_at(module, part.weight), Tensor):
+                    own = [
+                        part.bias,
+                        *(n for n, _ in module.named_parameters() if f".{part.weight}." in f".{n}"),
+                    ]
+                    names = [f"{name}.{n}" if name else n for n in own if n is not None]
+                    inventory.reasons |= dict.fromkeys(names, f"the weight of {name!r} is parametrized")
+                continue
+            bias = None if part.bias is None else find_parameter(module, part.bias)
+            claims.setdefault(weight, []).append(_Claim(name, Use(module, kind, index), part, weight, bias))
+    return claims
+
+
+def _problem(name: str, module: nn.Module, kind: LayerKind) -> str | None:
+    """Why nothing of a module can be preconditioned, or None."""
+    for parameter in module.parameters():
+        if isinstance(parameter, UninitializedParameter):
+            raise ValueError(
+                f"Layer {name!r} is a lazy {type(module).__name__} that has not seen data yet. Run one "
+                "forward pass before making the optimizer."
+            )
+    if any(not parameter.is_floating_point() for parameter in module.parameters()):
+        return "its parameters are no real numbers"
+    if has_own_forward(module):
+        return f"{type(module).__name__} has a forward pass of its own"
+    return kind.problem(module)
+
+
+def find_parameter(module: nn.Module, name: str) -> nn.Parameter | None:
+    """A parameter of the module, or of one of its submodules; None if something else stands there."""
+    path, _, own = name.rpartition(".")
+    return module.get_submodule(path)._parameters.get(own)
+
+
+def _holders(model: nn.Module) -> dict[nn.Parameter, list[tuple[str, nn.Module]]]:
+    """The modules that hold each parameter. One that is used by the module around it counts as that."""
+    holders: dict[nn.Parameter, list[tuple[str, nn.Module]]] = {}
+    around: dict[nn.Module, tuple[str, nn.Module]] = {}
+    for full_name, module in model.named_modules():
+        name = plain_name(full_name)
+        kind = kind_of(module)
+        if kind is not None and not has_own_forward(module):
+            around.update(dict.fromkeys(kind.inner_modules(module), (name, module)))
+        for parameter in module._parameters.values():
+            if parameter is not None:
+                holders.setdefault(parameter, []).append(around.get(module, (name, module)))
+    return holders
+
+
+def _reason(
+    first: _Claim, claims: list[_Claim], holders: list[tuple[str, nn.Module]], requested: set[Tensor]
+) -> str | None:
+    """Why a weight cannot be preconditioned, or None."""
+    weight = first.weight
+    if weight in requested:
+        return ON_REQUEST
+    if not weight.requires_grad and any(c.bias is not None and c.bias.requires_grad for c in claims):
+        return "the weight is frozen, the bias is not"
+    claimants = {claim.use.module for claim in claims}
+    for name, module in holders:
+        if module not in claimants:
+            return f"the weight is shared with {type(module).__name__} {name!r}"
+    if len({(claim.use.module, claim.part.weight) for claim in claims}) < len(holders):
+        return f"the weight is used twice by {type(first.use.module).__name__} {first.name!r}"
+    if _is_tied(claims):
+        biases = {id(claim.bias) for claim in claims if claim.bias is not None}
+        return None if len(biases) <= 1 else "the weight is shared by modules with different biases"
+    for claim in claims[1:]:
+        where = f"{type(claim.use.module).__name__} {claim.name!r}"
+        if type(claim.use.kind) is not type(first.use.kind) or claim.part.layout != first.part.layout:
+            return f"the weight is shared with {where}"
+        if claim.part.groups != first.part.groups:
+            return f"the weight is shared with {where}, which has another number of groups"
+        if claim.bias is not first.bias:
+            return f"the weight is shared with {where}, which has another bias"
+    return None
+
+
+def _is_tied(claims: list[_Claim]) -> bool:
+    """Whether a table of embeddings is also an output projection, and nothing else."""
+    kinds = {type(claim.use.kind) for claim in claims}
+    linear = [claim for claim in claims if isinstance(claim.use.kind, LinearKind)]
+    return kinds == {TableKind, LinearKind} and all(claim.part.layout == "output first" for claim in linear)
+
+
+def _bias_reason(
+    bias: nn.Parameter,
+    weight: nn.Parameter,
+    holders: Mapping[nn.Parameter, list[tuple[str, nn.Module]]],
+    requested: set[Tensor],
+) -> str | None:
+    """Why a bias is no part of its weight's block, or None."""
+    if bias in requested:
+        return ON_REQUEST
+    if weight.requires_grad and not bias.requires_grad:
+        return "it is frozen while its weight is not, which has a block of its own"
+    if not {module for _, module in holders[bias]} <= {module for _, module in holders[weight]}:
+        return "it is shared with another layer; its weight has a block of its own"
+    return None
+
+
+def _layer(
+    claims: list[_Claim],
+    with_bias: _Claim,
+    weight: nn.Parameter,
+    bias: nn.Parameter | None,
+    rule: SideRule,
+    dtype: torch.dtype | None,
+) -> Layer:
+    """The layer of claims that go together."""
+    first, part = claims[0], claims[0].part
+    tied = len(claims) > 1 and _is_tied(claims)
+    names = [first.full_name(part.weight)]
+    if bias is not None and with_bias.part.bias is not None:
+        names.append(with_bias.full_name(with_bias.part.bias))
+    shape = LayerShape(
+        first.layer_name,
+        tuple(weight.shape),
+        bias is not None,
+        part.groups,
+        "output first" if tied else part.layout,
+        tuple(names),
+    )
+    table = part.table and not tied
+    shape = replace(
+        shape,
+        block_in=1 if table else rule.block_size(shape.d_in),
+        block_out=1 if tied else rule.block_size(shape.d_out),
+    )
+    return Layer(
+        shape.name,
+        tuple(claim.use for claim in claims),
+        weight,
+        bias,
+        shape,
+        dtype or torch.promote_types(weight.dtype, torch.float32),
+        is_table=table,
+        is_unlike=tied,
+    )

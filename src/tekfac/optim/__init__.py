@@ -1,0 +1,1 @@
+"""The optimizer itself: its settings, param groups, state and update, and what it says in the log."""

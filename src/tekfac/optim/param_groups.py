@@ -1,0 +1,93 @@
+"""Which parameter belongs to which param group."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from torch import nn
+
+from tekfac.layers.layer import Layer
+from tekfac.layers.registry import NORMS
+
+ALL_NORMS = "all norms"
+"""Stands for all normalisation layers."""
+
+Selected = str | nn.Module | nn.Parameter | type[nn.Module]
+"""What may stand for parameters: a name of one or of a module, a module, a type of modules, a parameter."""
+
+
+def parameters_of(model: nn.Module, selected: Iterable[Selected], what: str) -> list[nn.Parameter]:
+    """The parameters that names, modules, types of modules and parameters stand for, each once, in order.
+
+    Raises:
+        ValueError: for a name that the model does not have, or a parameter that is not its own.
+    """
+    own = set(model.parameters())
+    found: dict[nn.Parameter, None] = {}
+    for item in [selected] if isinstance(selected, str | nn.Module | nn.Parameter | type) else selected:
+        members = _members(model, item[1] if isinstance(item, tuple) else item, what)  # (name, parameter)
+        for member in members:
+            if member not in own:
+                raise ValueError(
+                    f"{what} has a parameter of shape {list(getattr(member, 'shape', ()))} that is not "
+                    "one of the model's. Pass the model that owns it."
+                )
+            found[member] = None
+    return list(found)
+
+
+def _members(model: nn.Module, item: Selected, what: str) -> list[nn.Parameter]:
+    """The parameters that one item stands for."""
+    if isinstance(item, str):
+        parameters = dict(model.named_parameters(remove_duplicate=False))
+        modules = dict(model.named_modules(remove_duplicate=False))
+        if item in parameters:
+            return [parameters[item]]
+        if item == ALL_NORMS and item not in modules:
+            return [p for module in modules.values() if isinstance(module, NORMS) for p in module.parameters()]
+        if item not in modules:
+            raise ValueError(
+                f"{what} names {item!r}, which is neither a module nor a parameter of the model. "
+                f"Its modules are {', '.join(repr(name) for name in modules if name)}."
+            )
+        return list(modules[item].parameters())
+    if isinstance(item, type):
+        return [p for module in model.modules() if isinstance(module, item) for p in module.parameters()]
+    if isinstance(item, nn.Module):
+        return list(item.parameters())
+    return [item]
+
+
+def resolved_groups(model: nn.Module, user_groups: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """The user's groups, with lists of parameters for whatever stands for them.
+
+    Raises:
+        ValueError: for a group without 'params'.
+    """
+    groups = []
+    for index, group in enumerate(user_groups):
+        what = f"param_groups[{index}]"
+        if "params" not in group:
+            raise ValueError(f"{what} has no 'params'. It has {sorted(group)}.")
+        groups.append({**group, "params": parameters_of(model, group["params"], what)})
+    return groups
+
+
+def completed_groups(
+    model: nn.Module, layers: Iterable[Layer], groups: list[dict[str, Any]], first_order_lr: float
+) -> list[dict[str, Any]]:
+    """The given groups, then one for the remaining layers and one for whatever else remains."""
+    taken = {parameter for group in groups for parameter in group["params"]}
+    in_layers = {parameter for layer in layers for parameter in layer.parameters}
+    rest = [parameter for parameter in model.parameters() if parameter not in taken]
+    preconditioned = [parameter for parameter in rest if parameter in in_layers]
+    others = [parameter for parameter in rest if parameter not in in_layers]
+    completed = [
+        {"lr": first_order_lr, **group} if group.get("first_order", False) else group for group in groups
+    ]
+    if preconditioned:
+        completed.append({"params": preconditioned})
+    if others:
+        completed.append({"params": others, "lr": first_order_lr, "first_order": True})
+    return completed
