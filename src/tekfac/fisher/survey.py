@@ -1,7 +1,7 @@
 """A survey sends a data set through a model and hands what each layer saw to collectors.
 
-The hooks are those of the optimizers (capture/hooks.py). The model is put into eval mode, so that samples do not
-depend on one another and nothing of it changes; afterwards it is as it was before.
+The hooks are those of the optimizers (capture/hooks.py). The model is put into eval mode, so that samples do
+not depend on one another and nothing of it changes; afterwards it is as it was before.
 """
 
 from __future__ import annotations
