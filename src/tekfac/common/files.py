@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import secrets
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -22,10 +23,17 @@ LOCK_SECONDS = 0.2
 def write_whole(path: Path, write: Callable[[Path], object]) -> None:
     """Let `write` fill a neighbouring file, then put it in place; a failure leaves what was there before.
 
+    The neighbour's name is of this call alone: threads and processes may write one path at the same time, and
+    the last to finish wins, with a whole file. Only a killed process leaves its neighbour, `*.unfinished`.
+
+    Args:
+        path: of the file; folders above it are made if need be.
+        write: given the path of the neighbour, writes all of it.
+
     Raises:
         OSError: with the path, what the system said (a full disk, say), and that the earlier file is untouched.
     """
-    unfinished = path.with_name(f"{path.name}.{os.getpid()}.unfinished")
+    unfinished = path.with_name(f"{path.name}.{secrets.token_hex(8)}.unfinished")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         write(unfinished)
@@ -46,7 +54,9 @@ def write_whole(path: Path, write: Callable[[Path], object]) -> None:
 
 def settle_on_disk(path: Path) -> None:
     """Wait until a file, or the names in a folder, would outlive a loss of power."""
-    descriptor = os.open(path, os.O_RDONLY)
+    if os.name == "nt" and path.is_dir():
+        return  # Windows opens no folders, and writes their names at once
+    descriptor = os.open(path, os.O_RDONLY if path.is_dir() else os.O_RDWR)  # Windows settles no read-only file
     try:
         os.fsync(descriptor)
     finally:
