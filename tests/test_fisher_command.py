@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 import torch
 
+from tekfac.cli import fisher_demo
 from tekfac.cli.main import main
-from tekfac.fisher import digits
 
 SOURCE = """
 import torch
@@ -136,7 +136,7 @@ def test_without_a_network_it_trains_one_on_digits(tmp_path: Path, capsys: pytes
 
 
 def test_the_digits_network_has_blocks_that_can_be_formed() -> None:
-    sizes = [p.numel() for p in digits.network().parameters()]
+    sizes = [p.numel() for p in fisher_demo.network().parameters()]
     assert max(sizes) < 4096
 
 

@@ -12,11 +12,11 @@ import torch
 from scipy.io import loadmat, savemat
 
 from lab_data import SHARED, parts, python2_pickle, python3_pickle, random_images, write_set
-from tekfac.fisher import digits
 from tekfac.lab.config import RunConfig
 from tekfac.lab.data import DataSet, Images, load
 from tekfac.lab.data.catalogue import CIFAR10, CIFAR100, KNOWN, SVHN, Known, Layout
 from tekfac.lab.data.cifar import images_in_pickle
+from tekfac.lab.data.digits import read_digits
 from tekfac.lab.data.images import held_back, joined
 from tekfac.lab.data.mat import read_mat
 from tekfac.lab.data.official import read_official
@@ -169,7 +169,7 @@ def test_digits_are_split_once_and_for_all() -> None:
     assert (len(found.train), len(found.test)) == KNOWN["digits"].counts
     assert found.train.pixels.shape[1:] == (1, 8, 8)
     assert int(found.train.pixels.max()) == 255
-    pixels, labels = digits.data(torch.float64)
+    pixels, labels = read_digits(torch.float64)
     assert torch.equal(found.test.labels, labels[:360])
     assert torch.equal(found.train.pixels.double(), (pixels[360:] * 255).round())
 

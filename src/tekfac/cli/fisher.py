@@ -14,15 +14,17 @@ import torch
 from torch import nn
 
 from tekfac.capture.hooks import FISHER_KINDS
+from tekfac.cli import fisher_demo
 from tekfac.cli.fisher_sources import Limited, batches, distinct, load_state, made_by
 from tekfac.common.extras import require
-from tekfac.fisher import digits, figures
+from tekfac.fisher import figures
 from tekfac.fisher.approximation import Approximation
 from tekfac.fisher.compare_to_exact import ALL_METHODS, DEFAULT_EXACT_MEMORY, DEFAULT_PROBES, compare
 from tekfac.fisher.comparison_table import Comparison, write_csv, write_json
 from tekfac.fisher.estimating import estimate, exact_blocks
 from tekfac.fisher.findings import Finding, findings
 from tekfac.fisher.options import Keywords
+from tekfac.lab.data.digits import read_digits
 from tekfac.layers.inventory import take_inventory
 from tekfac.likelihoods import LIKELIHOODS
 
@@ -174,7 +176,7 @@ def _check_heat_map(options: argparse.Namespace, model: nn.Module) -> None:
 
 def _data(options: argparse.Namespace) -> Iterable[Any]:
     if options.data is None:
-        return batches(*digits.data(), size=128)
+        return batches(*read_digits(), size=128)
     loader = made_by(options.data, "--data")
     if isinstance(loader, Iterator) or not isinstance(loader, Iterable):
         raise ValueError(
@@ -187,7 +189,7 @@ def _data(options: argparse.Namespace) -> Iterable[Any]:
 def _points(options: argparse.Namespace, dtype: torch.dtype) -> Points:
     """The network at each of its checkpoints; the digits CNN along its training, if it has none."""
     torch.manual_seed(options.seed)
-    model = digits.network() if options.network == DIGITS else made_by(options.network, "--network")
+    model = fisher_demo.network() if options.network == DIGITS else made_by(options.network, "--network")
     if not isinstance(model, nn.Module):
         kind = type(model).__name__
         raise ValueError(f"--network {options.network} returned a {kind}. Expected an nn.Module.")
@@ -197,7 +199,7 @@ def _points(options: argparse.Namespace, dtype: torch.dtype) -> Points:
             load_state(model, path)
             yield name, model, path == options.state[-1]
     elif options.network == DIGITS:
-        for epoch, accuracy in digits.training(model, EPOCHS[-1], options.seed):
+        for epoch, accuracy in fisher_demo.training(model, EPOCHS[-1], options.seed):
             if epoch in EPOCHS:
                 yield f"epoch {epoch} ({100 * accuracy:.1f}% right)", deepcopy(model), epoch == EPOCHS[-1]
     else:

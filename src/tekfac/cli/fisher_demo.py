@@ -7,9 +7,9 @@ from collections.abc import Iterator
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn
 
-from tekfac.common.extras import require
+from tekfac.lab.data.digits import read_digits
 from tekfac.optimizers import TEKFAC
 
 
@@ -33,18 +33,9 @@ def network() -> nn.Module:
     return nn.Sequential(OrderedDict(layers))
 
 
-def data(dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
-    """Scikit-learn's 1,797 images, [N, 1, 8, 8] in 0..1, and labels [N], in an order fixed once and for all."""
-    raw = require("sklearn.datasets", "The digits example").load_digits()
-    images = torch.tensor(raw.images, dtype=dtype)[:, None] / 16
-    labels = torch.tensor(raw.target)
-    order = torch.randperm(len(images), generator=torch.Generator().manual_seed(0))
-    return images[order], labels[order]
-
-
 def training(model: nn.Module, epochs: int, seed: int) -> Iterator[tuple[int, float]]:
     """Train; the number of epochs done and the share of right answers, from the untrained network on."""
-    images, labels = data(next(model.parameters()).dtype)
+    images, labels = read_digits(next(model.parameters()).dtype)
     order = torch.Generator().manual_seed(seed)
     optimizer = TEKFAC(
         model, lr=1e-3, kl_clip=1e-3, factors_every=10, basis_every=10, rescaling_every=10, seed=seed
