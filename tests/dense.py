@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import oracle
 from tekfac import EKFAC, KFAC, TEKFAC, TKFAC
-from tekfac.curvature.blocks import KroneckerBlock
+from tekfac.curvature.blocks.kronecker import KroneckerBlock
 from tekfac.curvature.layer_curvature import LayerCurvature
 from tekfac.optim.natural_gradient import NaturalGradient
 

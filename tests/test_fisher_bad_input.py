@@ -14,7 +14,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tekfac import fisher
-from tekfac.curvature.blocks import Block, DenseBlock, GramBlock
+from tekfac.curvature.blocks.block import Block
+from tekfac.curvature.blocks.dense import DenseBlock
+from tekfac.curvature.blocks.gram import GramBlock
 from tekfac.likelihoods import Categorical, OutputShapeError
 from training import Batch, cnn, images, mlp, vectors
 

@@ -28,7 +28,10 @@ from layer_kinds import (
     samples_of,
 )
 from tekfac import fisher
-from tekfac.curvature.blocks import Block, DenseBlock, GramBlock, KroneckerBlock
+from tekfac.curvature.blocks.block import Block
+from tekfac.curvature.blocks.dense import DenseBlock
+from tekfac.curvature.blocks.gram import GramBlock
+from tekfac.curvature.blocks.kronecker import KroneckerBlock
 from tekfac.curvature.eigenbasis import decompose
 from tekfac.curvature.factors import KroneckerFactors
 from tekfac.layers.shapes import LayerShape

@@ -36,7 +36,8 @@ from layer_kinds import (
     samples_of,
 )
 from tekfac import TEKFAC, fisher
-from tekfac.curvature.blocks import DenseBlock, KroneckerBlock
+from tekfac.curvature.blocks.dense import DenseBlock
+from tekfac.curvature.blocks.kronecker import KroneckerBlock
 from tekfac.likelihoods import Categorical, Gaussian, Likelihood
 from tekfac.optim.natural_gradient import NaturalGradient
 from training import Batch, assert_identical, backward, cnn, copied, images, mlp, train, vectors

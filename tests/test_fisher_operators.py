@@ -17,7 +17,8 @@ from torch import Tensor, nn
 import oracle
 from dense import assert_close, normal
 from tekfac import TEKFAC, fisher
-from tekfac.curvature.blocks import Block, GramBlock
+from tekfac.curvature.blocks.block import Block
+from tekfac.curvature.blocks.gram import GramBlock
 from training import assert_identical, images, mlp, train, vectors
 
 OPERATIONS = ("matvec", "solve", "sqrt_matvec", "inv_sqrt_matvec")

@@ -8,8 +8,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from tekfac.curvature.block_diagonal import BlockDiagonal
-from tekfac.curvature.blocks import KroneckerBlock
+from tekfac.curvature.blocks.block_diagonal import BlockDiagonal
+from tekfac.curvature.blocks.kronecker import KroneckerBlock
 from tekfac.curvature.eigenbasis import Eigenbasis
 from tekfac.curvature.layer_curvature import Due, LayerCurvature, Recipe, refreshed
 from tekfac.curvature.precondition import precondition

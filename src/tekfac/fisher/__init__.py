@@ -1,7 +1,10 @@
 """The Fisher information matrix as an object: estimate, compare, save and use its blocks."""
 
-from tekfac.curvature.block_diagonal import BlockDiagonal
-from tekfac.curvature.blocks import Block, DenseBlock, GramBlock, KroneckerBlock
+from tekfac.curvature.blocks.block import Block
+from tekfac.curvature.blocks.block_diagonal import BlockDiagonal
+from tekfac.curvature.blocks.dense import DenseBlock
+from tekfac.curvature.blocks.gram import GramBlock
+from tekfac.curvature.blocks.kronecker import KroneckerBlock
 from tekfac.fisher.compare_to_exact import compare
 from tekfac.fisher.comparison_table import Comparison
 from tekfac.fisher.estimating import estimate, exact_blocks

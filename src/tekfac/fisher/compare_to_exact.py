@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from tekfac import methods
-from tekfac.curvature.blocks import DenseBlock
+from tekfac.curvature.blocks.dense import DenseBlock
 from tekfac.fisher.approximation import Approximation
 from tekfac.fisher.collectors import FactorSums, RowCount, SquareSums
 from tekfac.fisher.comparison_table import Comparison, Interval, LayerTruth, Row

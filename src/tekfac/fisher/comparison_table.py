@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from tekfac.curvature.blocks import Block
+from tekfac.curvature.blocks.block import Block
 from tekfac.fisher.approximation import Approximation
 from tekfac.layers.shapes import LayerShape
 

@@ -9,8 +9,10 @@ from typing import Any, Unpack
 
 from torch import nn
 
-from tekfac.curvature.block_diagonal import BlockDiagonal
-from tekfac.curvature.blocks import DENSE_LIMIT, DenseBlock, KroneckerBlock
+from tekfac.curvature.blocks.block import DENSE_LIMIT
+from tekfac.curvature.blocks.block_diagonal import BlockDiagonal
+from tekfac.curvature.blocks.dense import DenseBlock
+from tekfac.curvature.blocks.kronecker import KroneckerBlock
 from tekfac.fisher.approximation import Approximation
 from tekfac.fisher.collectors import DenseSum, FactorSums, SquareSums
 from tekfac.fisher.metadata import metadata_of

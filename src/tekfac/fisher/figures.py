@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from tekfac.common.extras import require
-from tekfac.curvature.blocks import Block
+from tekfac.curvature.blocks.block import Block
 from tekfac.fisher.approximation import Approximation
 from tekfac.fisher.comparison_table import Comparison, Interval
 

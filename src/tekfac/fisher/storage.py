@@ -10,8 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tekfac.curvature.block_diagonal import BlockDiagonal
-from tekfac.curvature.blocks import Block, DenseBlock, GramBlock, KroneckerBlock
+from tekfac.curvature.blocks.block import Block
+from tekfac.curvature.blocks.block_diagonal import BlockDiagonal
+from tekfac.curvature.blocks.dense import DenseBlock
+from tekfac.curvature.blocks.gram import GramBlock
+from tekfac.curvature.blocks.kronecker import KroneckerBlock
 from tekfac.curvature.eigenbasis import Eigenbasis
 from tekfac.fisher import files
 from tekfac.layers.shapes import LayerShape

@@ -15,7 +15,10 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from tekfac.curvature.blocks import Block, DenseBlock, GramBlock, KroneckerBlock
+from tekfac.curvature.blocks.block import Block
+from tekfac.curvature.blocks.dense import DenseBlock
+from tekfac.curvature.blocks.gram import GramBlock
+from tekfac.curvature.blocks.kronecker import KroneckerBlock
 from tekfac.fisher.approximation import Approximation
 from tekfac.fisher.collectors import DenseSum, ProbeProducts, RowList, SquareSums
 from tekfac.fisher.comparison_table import Interval, LayerTruth

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from tekfac.capture.hooks import Capture
-from tekfac.curvature.block_diagonal import BlockDiagonal
-from tekfac.curvature.blocks import KroneckerBlock
+from tekfac.curvature.blocks.block_diagonal import BlockDiagonal
+from tekfac.curvature.blocks.kronecker import KroneckerBlock
 from tekfac.curvature.layer_curvature import Due, NonFiniteStatisticsError, Recipe
 from tekfac.curvature.network import LayerSignals, NetworkCurvature
 from tekfac.damping import DampingRule, as_rule

@@ -5,13 +5,17 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from types import MappingProxyType
-from typing import Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
 
+from tekfac.common.arrays import Array, as_given, formed_array, is_array, to_tensor
 from tekfac.common.extras import require
-from tekfac.curvature.blocks import DENSE_LIMIT, Block, checked_damping
+from tekfac.curvature.blocks.block import DENSE_LIMIT, Block, checked_damping
+
+if TYPE_CHECKING:
+    from numpy.typing import DTypeLike, NDArray
 
 AnyBlock = TypeVar("AnyBlock", bound=Block, covariant=True)
 
@@ -24,7 +28,7 @@ class BlockDiagonal(Mapping[str, AnyBlock], Generic[AnyBlock]):
 
     The matrix acts on dicts of tensors named and shaped like the parameters of its layers
     (`{"conv1.weight": ..., "conv1.bias": ...}`), or on vectors: the same tensors flattened and concatenated
-    in the order of `parameters`, which is the model's.
+    in the order of `parameters`, which is the model's. NumPy arrays instead of tensors give arrays back.
 
     Attributes:
         metadata: how the blocks were made: plain values, saved with them.
@@ -93,39 +97,40 @@ class BlockDiagonal(Mapping[str, AnyBlock], Generic[AnyBlock]):
 
     # -- products ----------------------------------------------------------------------------------------
 
-    def matvec(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def matvec(self, tensors: Mapping[str, Array]) -> dict[str, Array]:
         """F v for tensors named and shaped [..., *shape] like the parameters."""
         return self._on_dict(lambda block, matrix: block.matvec(matrix), tensors)
 
-    def solve(self, tensors: Mapping[str, Tensor], damping: Damping = 0.0) -> dict[str, Tensor]:
+    def solve(self, tensors: Mapping[str, Array], damping: Damping = 0.0) -> dict[str, Array]:
         """(F + damping I)^-1 v for tensors named and shaped [..., *shape] like the parameters."""
         return self._on_dict(lambda b, matrix: b.solve(matrix, self._damping_of(b, damping)), tensors)
 
-    def sqrt_matvec(self, tensors: Mapping[str, Tensor], damping: Damping = 0.0) -> dict[str, Tensor]:
+    def sqrt_matvec(self, tensors: Mapping[str, Array], damping: Damping = 0.0) -> dict[str, Array]:
         """(F + damping I)^(1/2) z: from white noise to noise of covariance F + damping I."""
         return self._on_dict(lambda b, matrix: b.sqrt_matvec(matrix, self._damping_of(b, damping)), tensors)
 
-    def inv_sqrt_matvec(self, tensors: Mapping[str, Tensor], damping: Damping = 0.0) -> dict[str, Tensor]:
+    def inv_sqrt_matvec(self, tensors: Mapping[str, Array], damping: Damping = 0.0) -> dict[str, Array]:
         """(F + damping I)^(-1/2) z: from white noise to noise of covariance (F + damping I)^-1."""
         return self._on_dict(lambda b, matrix: b.inv_sqrt_matvec(matrix, self._damping_of(b, damping)), tensors)
 
-    def to_vector(self, tensors: Mapping[str, Tensor]) -> Tensor:
+    def to_vector(self, tensors: Mapping[str, Array]) -> Array:
         """The tensors [..., *shape], flattened and concatenated in the order of `parameters`, [..., size]."""
         self._require_names(tensors)
-        shapes = self.parameters
-        return torch.cat([tensors[name].flatten(tensors[name].ndim - len(shapes[name])) for name in shapes], -1)
+        parts = [(to_tensor(tensors[name]), len(shape)) for name, shape in self.parameters.items()]
+        vector = torch.cat([part.flatten(part.ndim - own_axes) for part, own_axes in parts], -1)
+        return as_given(vector, next(iter(tensors.values())))
 
-    def from_vector(self, vector: Tensor) -> dict[str, Tensor]:
+    def from_vector(self, vector: Array) -> dict[str, Array]:
         """The tensors, by name, that a vector [..., size] is made of."""
-        vector = torch.as_tensor(vector)
-        if vector.shape[-1] != self.size:
+        given = to_tensor(vector)
+        if given.shape[-1] != self.size:
             raise ValueError(
-                f"Got a vector of {vector.shape[-1]} numbers. Expected {self.size}, one per parameter."
+                f"Got a vector of {given.shape[-1]} numbers. Expected {self.size}, one per parameter."
             )
         shapes = self.parameters
-        parts = torch.split(vector, [math.prod(shape) for shape in shapes.values()], dim=-1)
+        parts = torch.split(given, [math.prod(shape) for shape in shapes.values()], dim=-1)
         return {
-            name: part.reshape(*vector.shape[:-1], *shape)
+            name: as_given(part.reshape(*given.shape[:-1], *shape), vector)
             for (name, shape), part in zip(shapes.items(), parts, strict=True)
         }
 
@@ -144,15 +149,23 @@ class BlockDiagonal(Mapping[str, AnyBlock], Generic[AnyBlock]):
         identity = torch.eye(self.size, dtype=self.dtype)
         return self.to_vector(self.matvec(self.from_vector(identity)))
 
+    def __array__(self, dtype: DTypeLike | None = None, copy: bool | None = None) -> NDArray[Any]:
+        return formed_array(self.to_dense, dtype, copy)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """For pickle and copy: made again of its blocks and metadata."""
+        return type(self), (list(self.values()), dict(self.metadata))
+
     # -- dicts -------------------------------------------------------------------------------------------
 
-    def select(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def select(self, tensors: Mapping[str, Array]) -> dict[str, Array]:
         """Those of a model's tensors (parameters, gradients) that the matrix acts on."""
         return {name: tensors[name] for name in self.parameters if tensors.get(name) is not None}
 
-    def inner(self, first: Mapping[str, Tensor], second: Mapping[str, Tensor]) -> Tensor:
+    def inner(self, first: Mapping[str, Array], second: Mapping[str, Array]) -> Array:
         """The inner products of tensors [..., *shape], summed over all parameters, [...]."""
-        return (self.to_vector(first) * self.to_vector(second)).sum(-1)
+        products = to_tensor(self.to_vector(first)) * to_tensor(self.to_vector(second))
+        return as_given(products.sum(-1), next(iter(first.values())))
 
     def white_noise(self, *leading: int, generator: torch.Generator | None = None) -> dict[str, Tensor]:
         """Independent standard normal numbers, named and shaped [*leading, *shape] like the parameters.
@@ -193,7 +206,7 @@ class BlockDiagonal(Mapping[str, AnyBlock], Generic[AnyBlock]):
 
         def on_columns(columns: Any) -> Any:
             """[size] or [size, k], as SciPy has it."""
-            vectors = torch.from_numpy(columns.astype(number, order="C", copy=True))
+            vectors = to_tensor(columns).to(self.dtype)
             products = self.to_vector(product(self.from_vector(vectors.movedim(0, -1))))
             return products.movedim(-1, 0).cpu().numpy()
 
@@ -209,18 +222,19 @@ class BlockDiagonal(Mapping[str, AnyBlock], Generic[AnyBlock]):
     # -- helpers -----------------------------------------------------------------------------------------
 
     def _on_dict(
-        self, function: Callable[[Block, Tensor], Tensor], tensors: Mapping[str, Tensor]
-    ) -> dict[str, Tensor]:
+        self, function: Callable[[Block, Tensor], Tensor], tensors: Mapping[str, Array]
+    ) -> dict[str, Array]:
         self._require_names(tensors)
-        products: dict[str, Tensor] = {}
+        products: dict[str, Array] = {}
         for block in self.values():
             names = list(block.shape.parameters)
-            matrix = block.to_matrix(*(tensors[name] for name in names))
+            matrix = block.to_matrix(*(to_tensor(tensors[name]) for name in names))
             parts = block.from_matrix(function(block, matrix))
-            products.update(zip(names, parts, strict=True))
+            for name, part in zip(names, parts, strict=True):
+                products[name] = as_given(part, tensors[name])
         return products
 
-    def _require_names(self, tensors: Mapping[str, Tensor]) -> None:
+    def _require_names(self, tensors: Mapping[str, Array]) -> None:
         if not isinstance(tensors, Mapping):
             raise TypeError(
                 f"Got a {type(tensors).__name__}. Expected a dict of tensors, by the names of parameters; "
@@ -236,6 +250,12 @@ class BlockDiagonal(Mapping[str, AnyBlock], Generic[AnyBlock]):
                 f"Expected one tensor for each parameter of the blocks ({'; '.join(problems)}). "
                 "BlockDiagonal.parameters has their names and shapes."
             )
+        if not (
+            all(isinstance(tensors[name], Tensor) for name in shapes)
+            or all(is_array(tensors[name]) for name in shapes)
+        ):
+            types = ", ".join(f"{name} a {type(tensors[name]).__name__}" for name in shapes)
+            raise TypeError(f"Expected tensors, or NumPy arrays, for all parameters. Got {types}.")
         found = {name: tuple(tensors[name].shape) for name in shapes}
         for name, shape in shapes.items():
             if found[name][len(found[name]) - len(shape) :] != shape or len(found[name]) < len(shape):
