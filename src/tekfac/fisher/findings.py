@@ -29,7 +29,8 @@ class Finding:
         claim: in a formula.
         kind: what the claim is.
         held: how often it was seen to hold.
-        cases: how often it was looked at: layers times comparisons.
+        cases: how often it was looked at: layers times comparisons; for what is no theorem, without those in
+            which neither approximation has an error.
         margin: by how much, in words.
     """
 
@@ -79,6 +80,15 @@ def _rows_of(comparisons: Sequence[Comparison], *approximations: Approximation) 
     ]
 
 
+def _with_errors(cases: Sequence[tuple[Row, ...]]) -> list[tuple[Row, ...]]:
+    """Cases with errors beyond rounding; every method has the blocks of norms exactly, for instance."""
+    return [
+        rows
+        for rows in cases
+        if any(row.squared_error.value > TOLERANCE * row.squared_norm.value for row in rows)
+    ]
+
+
 def _theorem(comparisons: Sequence[Comparison], product: Approximation, corrected: Approximation) -> Finding:
     cases = _rows_of(comparisons, product, corrected)
     held = sum(
@@ -86,7 +96,9 @@ def _theorem(comparisons: Sequence[Comparison], product: Approximation, correcte
         for worse, better in cases
     )
     ratios = [
-        (better.error.value / worse.error.value, worse.layer) for worse, better in cases if worse.error.value
+        (better.error.value / worse.error.value, worse.layer)
+        for worse, better in _with_errors(cases)
+        if worse.error.value
     ]
     # Pythagoras: the squares differ by |S - Theta|^2 exactly.
     defects = [
@@ -94,7 +106,7 @@ def _theorem(comparisons: Sequence[Comparison], product: Approximation, correcte
         for worse, better in cases
         if worse.squared_norm.value
     ]
-    margin = "The errors are 0."
+    margin = "Neither has an error."
     if ratios:
         largest, layer = max(ratios)
         margin = (
@@ -115,9 +127,11 @@ def _identity(comparisons: Sequence[Comparison], approximation: Approximation) -
 
 
 def _no_theorem(comparisons: Sequence[Comparison], plain: Approximation, restricted: Approximation) -> Finding:
-    cases = _rows_of(comparisons, plain, restricted)
+    cases = _with_errors(_rows_of(comparisons, plain, restricted))
     held = sum(new.squared_error.value <= old.squared_error.value for old, new in cases)
     ratios = [new.error.value / old.error.value for old, new in cases if old.error.value]
-    margin = f"The quotient of the errors is between {min(ratios):.3f} and {max(ratios):.3f}." if ratios else ""
+    margin = "Neither has an error."
+    if ratios:
+        margin = f"The quotient of the errors is between {min(ratios):.3f} and {max(ratios):.3f}."
     claim = f"‖F − {restricted.label}‖ ≤ ‖F − {plain.label}‖"
     return Finding(claim, "no theorem", held, len(cases), margin)
