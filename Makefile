@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 SUDO := $(shell [ "$$(id -u)" = 0 ] || echo sudo)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-browser lint format referees clean
+.PHONY: help demo test test-browser lint format docs referees clean
 
 help:  ## This list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -32,6 +32,9 @@ format: $(VENV)/ready  ## Put the code into the style that `make lint` asks for
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
+docs: $(VENV)/docs-ready  ## The documentation as a site, build/docs/index.html
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
 referees: $(REFEREES)/ready  ## Compare our blocks with curvlinops and kfac-jax, in an environment of their own
 	OMP_NUM_THREADS=1 $(REFEREES)/bin/python -m pytest -q -c referees/pytest.ini referees
 
@@ -44,6 +47,10 @@ $(VENV)/ready: pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; v = sys.version_info[:2]; sys.exit(v < (3, 11) and f"tekfac needs Python 3.11 or newer; {sys.executable} is {v[0]}.{v[1]}. Set PYTHON=/path/to/python3.11")'
 	$(PYTHON) -m venv --clear $(VENV)
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[lab,test,lint]'
+	@touch $@
+
+$(VENV)/docs-ready: $(VENV)/ready
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[docs]'
 	@touch $@
 
 # Every version is pinned and --no-deps is meant: two of the packages ask for a torchvision that they do
