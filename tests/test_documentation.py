@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import tomllib
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -12,6 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+import tekfac.fisher
+import tekfac.layers
 from tekfac import TEKFAC, fisher
 from tekfac.lab import optimizers
 from tekfac.lab.config import RunConfig
@@ -92,10 +95,35 @@ def test_the_sweep_among_the_examples_has_settings_that_every_method_takes() -> 
 
 
 def test_every_link_between_pages_leads_somewhere() -> None:
-    pages = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md")]
+    pages = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")]
     for page in pages:
         for target in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", page.read_text()):
             assert (page.parent / target).exists(), f"{page.name} links to {target}"
+
+
+def test_the_readme_is_read_in_a_few_minutes() -> None:
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 110
+
+
+@pytest.mark.parametrize(
+    ("module", "pages"), [(tekfac, "*.md"), (tekfac.fisher, "fisher.md"), (tekfac.layers, "layers.md")]
+)
+def test_every_public_name_is_in_the_reference(module: ModuleType, pages: str) -> None:
+    text = "".join(page.read_text() for page in (ROOT / "docs/api").glob(pages))
+    public = [name for name in module.__all__ if not name.startswith("_")]
+    assert not [name for name in public if not re.search(rf"(- |: tekfac\.){name}$", text, flags=re.MULTILINE)]
+
+
+def test_every_page_of_results_says_what_it_was_made_with() -> None:
+    pages = [page for page in (ROOT / "docs/results").rglob("*.md") if page.name != "README.md"]
+    overview = (ROOT / "docs/results/README.md").read_text()
+    today, former = overview.split("## With former defaults")
+    assert pages
+    for page in pages:
+        link = f"]({page.relative_to(ROOT / 'docs/results').as_posix()})"
+        assert (link in today) != (link in former), page
+        says_so = re.search(r"^> Of (a )?former ", page.read_text(), flags=re.MULTILINE)
+        assert bool(says_so) == (link in former), page
 
 
 def test_every_setting_is_explained() -> None:
