@@ -448,7 +448,7 @@ def without(package: str, monkeypatch: pytest.MonkeyPatch) -> None:
 NEEDS: dict[str, Callable[[Path], Any]] = {
     "scipy": lambda path: fisher.estimate(mlp(), vectors(1)).linear_operator(),
     "safetensors": lambda path: fisher.save(fisher.estimate(mlp(), vectors(1)), path / "blocks.safetensors"),
-    "tqdm": lambda path: fisher.estimate(mlp(), vectors(1), progress=True),
+    "rich": lambda path: fisher.estimate(mlp(), vectors(1), progress=True),
 }
 
 
@@ -475,7 +475,7 @@ def test_a_checkpoint_without_safetensors_is_refused_before_the_data_is_read(
         fisher.estimate(mlp(), Unread(), method="tkfac", checkpoint=tmp_path / "survey.safetensors")
 
 
-@pytest.mark.parametrize("package", ["scipy", "safetensors", "tqdm", "matplotlib", "sklearn"])
+@pytest.mark.parametrize("package", ["scipy", "safetensors", "rich", "matplotlib", "sklearn"])
 def test_everything_else_works_without_it(package: str, monkeypatch: pytest.MonkeyPatch) -> None:
     without(package, monkeypatch)
     model, loader = mlp(), vectors(1)
@@ -511,6 +511,37 @@ def test_what_gives_no_batches_is_refused(call: str) -> None:
     for loader in (x, torch.utils.data.TensorDataset(x, y), 3):
         with pytest.raises(TypeError, match=r"Expected batches"):
             CALLS[call](mlp(), loader)
+
+
+@every_call
+@pytest.mark.parametrize(
+    "pair",
+    [
+        (torch.randn(4, 5).double(), torch.randn(4, 5).double()),
+        (torch.randn(4, 5).double(), torch.zeros(4).long()),
+        [torch.randn(4, 5).double(), torch.zeros(4).long()],
+        [torch.randn(4, 5).double(), torch.zeros(4, 5).long()],
+        ((torch.randn(4, 5).double(), torch.randn(4, 5).double()), torch.zeros(4).long()),
+    ],
+    ids=["alike", "as a tuple", "as a list", "as a list, of one shape", "of several inputs"],
+)
+def test_a_pair_of_inputs_and_targets_is_not_taken_for_two_batches(call: str, pair: Any) -> None:
+    with pytest.raises(TypeError, match=r"one batch.*Expected batches: wrap it in a list: \[\(X, Y\)\]"):
+        CALLS[call](mlp(), pair)
+
+
+@every_call
+def test_a_dict_is_not_taken_for_batches(call: str) -> None:
+    with pytest.raises(TypeError, match=r"a dict, as loader.*wrap it in a list: \[batch\]"):
+        CALLS[call](mlp(), {"input": vectors(1)[0][0]})
+
+
+@every_call
+def test_two_batches_are_taken_as_such(call: str) -> None:
+    """Of inputs alone, in a list or marked as such, or with their targets in whatever holds them."""
+    first, second = vectors(2)
+    for loader in ([first[0], second[0]], ((first[0],), (second[0],)), (first, second), [first, second]):
+        assert CALLS[call](mlp(), loader).metadata["samples"] == 12
 
 
 @every_call

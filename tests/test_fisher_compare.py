@@ -23,7 +23,7 @@ from dense import METHODS, assert_close, oracle_block, sharings
 from layer_kinds import KINDS, Case, case_of, fisher_of, groups_of, samples_of
 from tekfac import EKFAC, KFAC, TEKFAC, TKFAC, fisher
 from tekfac.fisher.comparison_table import Interval, Row
-from tekfac.fisher.truth import student_quantile
+from tekfac.fisher.exact_within_memory import student_quantile
 from tekfac.optim.natural_gradient import NaturalGradient
 from training import mlp, vectors
 

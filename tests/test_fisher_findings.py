@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from tekfac import fisher
-from tekfac.fisher.findings import Finding, findings
+from tekfac.fisher.paper_claims import Finding, findings
 
 DATA = [
     (torch.randn(24, 3, generator=torch.Generator().manual_seed(0), dtype=torch.float64), torch.arange(24) % 3)

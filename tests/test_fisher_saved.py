@@ -8,11 +8,12 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors import SafetensorError
 from torch import Tensor, nn
 
 import tekfac
 from tekfac import fisher
-from tekfac.fisher import files
+from tekfac.fisher import tensor_files
 
 
 def model_and_data() -> tuple[nn.Module, list[tuple[Tensor, Tensor]]]:
@@ -91,7 +92,8 @@ def test_another_models_parameters_have_another_hash() -> None:
 def test_a_missing_file_and_a_later_format_are_refused(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match="There is no file"):
         fisher.load(tmp_path / "nothing")
-    files.write(tmp_path / "later", {}, {"kind": "Fisher blocks", "version": 99, "layers": [], "metadata": {}})
+    later = {"kind": "Fisher blocks", "version": 99, "layers": [], "metadata": {}}
+    tensor_files.write(tmp_path / "later", {}, later)
     with pytest.raises(ValueError, match=r"version 99 of the format.*Update tekfac"):
         fisher.load(tmp_path / "later")
 
@@ -100,6 +102,25 @@ def test_others_may_read_what_is_saved(tmp_path: Path) -> None:
     (tmp_path / "plain").write_text("")
     fisher.save(fisher.estimate(*model_and_data()), tmp_path / "blocks.safetensors")
     assert (tmp_path / "blocks.safetensors").stat().st_mode == (tmp_path / "plain").stat().st_mode
+
+
+def test_what_cannot_be_written_leaves_the_earlier_file_as_it_was(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "blocks.safetensors"
+    blocks = fisher.estimate(*model_and_data())
+    fisher.save(blocks, path)
+    before = path.read_bytes()
+
+    def full(tensors: Any, file: Path, metadata: Any) -> None:
+        file.write_bytes(b"a part of it")
+        raise SafetensorError("No space left on device")
+
+    monkeypatch.setattr("safetensors.torch.save_file", full)
+    with pytest.raises(OSError, match=r"Cannot write.*No space left on device; the earlier one is untouched"):
+        fisher.save(blocks, path)
+    assert path.read_bytes() == before
+    assert list(tmp_path.iterdir()) == [path]
 
 
 def test_layers_of_strange_names_are_told_apart(tmp_path: Path) -> None:

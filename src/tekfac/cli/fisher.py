@@ -21,9 +21,9 @@ from tekfac.fisher import figures
 from tekfac.fisher.approximation import Approximation
 from tekfac.fisher.compare_to_exact import ALL_METHODS, DEFAULT_EXACT_MEMORY, DEFAULT_PROBES, compare
 from tekfac.fisher.comparison_table import Comparison, write_csv, write_json
-from tekfac.fisher.estimating import estimate, exact_blocks
-from tekfac.fisher.findings import Finding, findings
+from tekfac.fisher.estimate_blocks import estimate, exact_blocks
 from tekfac.fisher.options import Keywords
+from tekfac.fisher.paper_claims import Finding, findings
 from tekfac.lab.data.digits import read_digits
 from tekfac.layers.inventory import take_inventory
 from tekfac.likelihoods import LIKELIHOODS

@@ -9,7 +9,6 @@ EXTRAS_OF = {
     "scipy": ("fisher", "lab"),
     "numpy": ("fisher", "lab"),
     "safetensors": ("fisher",),
-    "tqdm": ("fisher",),
     "matplotlib": ("fisher", "lab"),
     "sklearn": ("fisher", "lab"),
     "rich": ("fisher", "lab"),

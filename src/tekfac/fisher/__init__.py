@@ -7,9 +7,9 @@ from tekfac.curvature.blocks.gram import GramBlock
 from tekfac.curvature.blocks.kronecker import KroneckerBlock
 from tekfac.fisher.compare_to_exact import compare
 from tekfac.fisher.comparison_table import Comparison
-from tekfac.fisher.estimating import estimate, exact_blocks
+from tekfac.fisher.estimate_blocks import estimate, exact_blocks
 from tekfac.fisher.options import Options
-from tekfac.fisher.storage import load, save
+from tekfac.fisher.save_and_load import load, save
 
 __all__ = [
     "Block",

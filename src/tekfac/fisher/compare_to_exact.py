@@ -23,16 +23,19 @@ from tekfac.curvature.blocks.dense import DenseBlock
 from tekfac.fisher.approximation import Approximation
 from tekfac.fisher.collectors import FactorSums, RowCount, SquareSums
 from tekfac.fisher.comparison_table import Comparison, Interval, LayerTruth, Row
+from tekfac.fisher.exact_within_memory import Budgets, Candidate, Job, Plan, packed
 from tekfac.fisher.metadata import metadata_of
 from tekfac.fisher.options import Keywords, Options, resolve
 from tekfac.fisher.survey import Collector, Survey
-from tekfac.fisher.truth import Budgets, Candidate, Plan, packed
 
 DEFAULT_PROBES = 64
 FEWEST_PROBES = 8
 DEFAULT_EXACT_MEMORY = 2**30
 ROWS_AT_A_TIME = 256
 ALL_METHODS = tuple(method.name.lower() for method in methods.ALL)
+
+SquaresByBasis = dict[tuple[str, str], SquareSums]
+"""Of one layer, by what the basis depends on: kind of factors and sharing."""
 
 
 def compare(
@@ -72,46 +75,31 @@ def compare(
     chosen = [Approximation.named(name) for name in names]
     _check(chosen, damping, exact_memory, probes, confidence)
     survey = Survey(model, loader, options, passes=2)
-    first_of = {approximation.factor_choice: approximation for approximation in chosen}
-    squares, num_rows = _bases(survey, options, first_of)
-    terms = survey.count.terms
+    squares, num_rows = _bases(survey, options, {a.factor_choice: a for a in chosen})
     budgets = Budgets(exact_memory, probes, options.memory_budget, options.seed)
-    plans = {name: Plan.of(survey.layers[name], count, budgets) for name, count in num_rows.items()}
+    plans = [Plan.of(survey.layers[name], count, budgets) for name, count in num_rows.items()]
     rows: dict[str, list[Row]] = {}
     truths: dict[str, LayerTruth] = {}
-    for number, jobs in enumerate(packed(plans.values(), exact_memory)):
-        collectors: dict[str, list[Collector]] = {}
-        if number == 0:
-            collectors = {name: [*own.values()] for name, own in squares.items()}
+    for number, jobs in enumerate(packed(plans, exact_memory)):
+        _run(survey, number, jobs, squares)
+        terms = survey.count.terms
         for job in jobs:
-            job.begin()
-            collectors.setdefault(job.plan.name, []).append(job.collector)
-        survey.run("exact blocks" if number == 0 else f"exact blocks, part {number + 1}", collectors)
-        del collectors
-        for job in jobs:
-            layer = survey.layers[job.plan.name]
-            own_squares = squares[layer.name]
-            candidates = [Candidate.of(a, layer, own_squares[a.factor_choice], terms) for a in chosen]
+            layer = job.plan.layer
+            candidates = [Candidate.of(a, layer, squares[layer.name][a.factor_choice], terms) for a in chosen]
             truth = job.finish(candidates, terms, confidence, spectra)
             if truth is not None:
                 gradient = survey.gradients.get(layer.name)
                 rows[layer.name] = _rows(truth, candidates, gradient, damping, spectra)
                 truths[layer.name] = truth.without_block()
-            del truth, candidates
-    metadata = {
-        **metadata_of(model, options),
-        "samples": survey.count.samples,
-        "terms": terms,
-        "confidence": confidence,
-        "probes": probes,
-    }
-    in_order = tuple(row for name in plans for row in rows[name])
-    return Comparison(tuple(chosen), in_order, {name: truths[name] for name in plans}, metadata)
+            del truth, candidates  # before the next block is formed
+    in_order = tuple(row for plan in plans for row in rows[plan.name])
+    how = {**metadata_of(model, options), **survey.count.plain(), "confidence": confidence, "probes": probes}
+    return Comparison(tuple(chosen), in_order, {plan.name: truths[plan.name] for plan in plans}, how)
 
 
 def _bases(
     survey: Survey, options: Options, first_of: Mapping[tuple[str, str], Approximation]
-) -> tuple[dict[str, dict[tuple[str, str], SquareSums]], dict[str, int]]:
+) -> tuple[dict[str, SquaresByBasis], dict[str, int]]:
     """The first pass: for each layer that was seen, empty sums in every basis, and the number of rows of J."""
     sums = {
         name: {
@@ -129,6 +117,17 @@ def _bases(
         }
         squares[name] = {key: SquareSums(basis, options.memory_budget) for key, basis in bases.items()}
     return squares, {name: counts[name].count for name in seen}
+
+
+def _run(survey: Survey, number: int, jobs: Sequence[Job], squares: Mapping[str, SquaresByBasis]) -> None:
+    """A pass for some exact blocks; the first of them is for the diagonals in every basis, too."""
+    collectors: dict[str, list[Collector]] = {}
+    if number == 0:
+        collectors = {name: [*own.values()] for name, own in squares.items()}
+    for job in jobs:
+        job.begin()
+        collectors.setdefault(job.plan.name, []).append(job.collector)
+    survey.run("exact blocks" if number == 0 else f"exact blocks, part {number + 1}", collectors)
 
 
 def _rows(

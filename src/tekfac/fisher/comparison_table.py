@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -12,6 +11,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from tekfac.common import files
 from tekfac.curvature.blocks.block import Block
 from tekfac.fisher.approximation import Approximation
 from tekfac.layers.shapes import LayerShape
@@ -200,16 +200,19 @@ class Comparison:
 
 def write_csv(path: str | Path, rows: Sequence[Mapping[str, Any]]) -> None:
     """One line per row, after a line of names."""
-    with Path(path).open("w", newline="", encoding="utf-8") as file:
-        writer = csv.DictWriter(file, fieldnames=list(rows[0]))
-        writer.writeheader()
-        writer.writerows(rows)
+
+    def fill(unfinished: Path) -> None:
+        with unfinished.open("w", newline="", encoding="utf-8") as file:
+            writer = csv.DictWriter(file, fieldnames=list(rows[0]))
+            writer.writeheader()
+            writer.writerows(rows)
+
+    files.write_whole(Path(path), fill)
 
 
 def write_json(path: str | Path, plain: Any) -> None:
     """Plain values, with null for what is not a finite number."""
-    text = json.dumps(_finite(plain), indent=2, ensure_ascii=False, allow_nan=False)
-    Path(path).write_text(text + "\n", encoding="utf-8")
+    files.write_json(Path(path), _finite(plain))
 
 
 def _in_words(interval: Interval) -> str:

@@ -13,15 +13,15 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.utils.data import Dataset
 
 from tekfac.capture.hooks import Capture
+from tekfac.common.console import track
 from tekfac.common.data_hash import DataHash, is_empty, map_tensors
-from tekfac.common.extras import require
 from tekfac.curvature.layer_curvature import NonFiniteStatisticsError
+from tekfac.fisher.checkpoint import Checkpoint, Count, HasState
+from tekfac.fisher.loaders import require_loader
 from tekfac.fisher.losses import BatchLosses
 from tekfac.fisher.options import Options
-from tekfac.fisher.resume import Count, HasState, Resume
 from tekfac.layers.inventory import take_inventory
 from tekfac.layers.layer import Layer
 from tekfac.layers.registry import supported_types
@@ -47,17 +47,17 @@ class Survey:
         gradients: the gradient of the mean loss of a pass that was asked for it, by layer name, as matrices
             [G, d_out, d_in]; empty where the data have no targets.
         count: of the last pass.
-        resume: where passes are written to and taken up from, if anywhere.
+        checkpoint: where passes are written to and taken up from, if anywhere.
     """
 
     def __init__(self, model: nn.Module, loader: Iterable[Any], options: Options, passes: int = 1) -> None:
         if not isinstance(model, nn.Module):
             raise TypeError(f"Expected a model (nn.Module), got {type(model).__name__}.")
-        _require_loader(loader, passes)
+        require_loader(loader, passes)
         self._model = model
         self._loader = loader
         self._options = options
-        self.resume: Resume | None = None
+        self.checkpoint: Checkpoint | None = None
         self._losses = BatchLosses(model, options)
         self._passes = 0
         self.layers = _chosen_layers(model, options.layers)
@@ -98,8 +98,8 @@ class Survey:
         gradient: bool,
     ) -> set[str]:
         """Go over the data, from where an earlier pass stopped; the layers that were seen."""
-        resume, done = self.resume, self.count.batches
-        record = None if resume is None else resume.record(title)
+        checkpoint, done = self.checkpoint, self.count.batches
+        record = None if checkpoint is None else checkpoint.record(title)
         seen = set() if record is None else set(record.seen)
         resumable = _resumable(collectors)
         skipped = DataHash()
@@ -107,15 +107,15 @@ class Survey:
             if index < done:
                 skipped = skipped.then(batch)
                 continue
-            if resume is not None and record is not None and index == done:
-                resume.require_same_data(title, skipped)
+            if checkpoint is not None and record is not None and index == done:
+                checkpoint.require_same_data(title, skipped)
             seen |= self._collect(capture, batch, index, collectors, gradient)
-            if resume is not None:
-                resume.note(title, self.count, seen, resumable, capture.sampling)
-        if resume is not None and self.count.batches:
+            if checkpoint is not None:
+                checkpoint.note(title, self.count, seen, resumable, capture.sampling)
+        if checkpoint is not None and self.count.batches:
             if record is not None and self.count.batches == done:
-                resume.require_same_data(title, skipped)
-            resume.finish(title, resumable, capture.sampling)
+                checkpoint.require_same_data(title, skipped)
+            checkpoint.finish(title, resumable, capture.sampling)
         if gradient:
             self.gradients = {name: total / max(1, self.count.terms) for name, total in self.gradients.items()}
         return seen
@@ -124,26 +124,23 @@ class Survey:
         self, title: str, collectors: Mapping[str, Sequence[Collector]], capture: Capture
     ) -> set[str] | None:
         """Put back what an interrupted survey had; the layers it saw, if this pass was complete."""
-        record = None if self.resume is None else self.resume.record(title)
-        if self.resume is None or record is None:
+        record = None if self.checkpoint is None else self.checkpoint.record(title)
+        if self.checkpoint is None or record is None:
             return None
         device = next(self._model.parameters()).device
-        self.resume.restore(title, _resumable(collectors), capture.sampling, device)
+        self.checkpoint.restore(title, _resumable(collectors), capture.sampling, device)
         self.count = record.count
         if not record.complete:
             return None
         seen = DataHash()
         for batch in self._batches(title):
             seen = seen.then(batch)
-        self.resume.require_same_data(title, seen)
+        self.checkpoint.require_same_data(title, seen)
         return set(record.seen)
 
     def _batches(self, title: str) -> Iterator[Any]:
         """The batches of the data that are not empty, behind a progress bar if there is to be one."""
-        loader = self._loader
-        if self._options.progress:
-            tqdm = require("tqdm", "A progress bar")
-            loader = tqdm.tqdm(loader, desc=title, unit="batch", dynamic_ncols=True)
+        loader = track(self._loader, title) if self._options.progress else self._loader
         return (batch for batch in loader if not is_empty(batch))
 
     # -- one batch ---------------------------------------------------------------------------------------
@@ -274,22 +271,6 @@ class Survey:
 
 def _resumable(collectors: Mapping[str, Sequence[Collector]]) -> dict[str, list[HasState]]:
     return {name: [own for own in owns if isinstance(own, HasState)] for name, owns in collectors.items()}
-
-
-def _require_loader(loader: Any, passes: int) -> None:
-    """Raise for what gives no batches, or gives them once where they are needed more often."""
-    if isinstance(loader, Tensor | Dataset):
-        raise TypeError(
-            f"Got a {type(loader).__name__} as loader. Expected batches: a DataLoader, or a list of (inputs, "
-            "targets)."
-        )
-    if not isinstance(loader, Iterable):
-        raise TypeError(f"Expected batches (a DataLoader, a list), got {type(loader).__name__}.")
-    if isinstance(loader, Iterator) and passes > 1:
-        raise ValueError(
-            f"The data are read {passes} times or more, but the loader, a {type(loader).__name__}, can be read "
-            "only once. Give a DataLoader or a list of batches."
-        )
 
 
 def _chosen_layers(model: nn.Module, names: Iterable[str] | None) -> dict[str, Layer]:

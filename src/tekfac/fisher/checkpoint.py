@@ -15,7 +15,7 @@ from torch import Tensor
 
 from tekfac.capture.sampling import Sampling
 from tekfac.common.data_hash import DataHash
-from tekfac.fisher import files
+from tekfac.fisher import tensor_files
 
 logger = logging.getLogger("tekfac")
 
@@ -37,6 +37,10 @@ class Count:
     samples: int = 0
     terms: int = 0
     data: DataHash = field(default_factory=DataHash)
+
+    def plain(self) -> dict[str, int]:
+        """What is noted beside a result."""
+        return {"samples": self.samples, "terms": self.terms}
 
 
 @runtime_checkable
@@ -70,7 +74,7 @@ class Record:
     complete: bool = False
 
 
-class Resume:
+class Checkpoint:
     """The state of a survey in a file.
 
     Args:
@@ -83,7 +87,7 @@ class Resume:
     """
 
     def __init__(self, path: str | Path, signature: Mapping[str, Any], seconds: float) -> None:
-        files.require_safetensors("checkpoint=")
+        tensor_files.require_safetensors("checkpoint=")
         if not seconds >= 0:
             raise ValueError(f"Invalid checkpoint_seconds: {seconds!r}. Expected a number, not negative.")
         self._path = Path(path)
@@ -151,11 +155,11 @@ class Resume:
             "sampling": {"seed": saved["seed"], "device": saved["device"]},
         }
         drawn = {} if saved["state"] is None else {"sampling": saved["state"]}
-        files.write(self._path, {**self._tensors, **drawn}, metadata)
+        tensor_files.write(self._path, {**self._tensors, **drawn}, metadata)
         self._written = time.monotonic()
 
     def _read(self) -> None:
-        self._tensors, metadata = files.read(self._path, KIND)
+        self._tensors, metadata = tensor_files.read(self._path, KIND)
         theirs = metadata["signature"]
         different = [key for key in self._signature if theirs.get(key) != self._signature[key]]
         if different:

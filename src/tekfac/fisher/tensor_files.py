@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -11,6 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from tekfac.common.extras import require
+from tekfac.common.files import write_whole
 
 KEY = "tekfac"
 
@@ -23,15 +23,24 @@ def require_safetensors(purpose: str) -> Any:
 
 
 def write(path: str | Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, Any]) -> None:
-    """Write to a neighbouring file first, then put it in place."""
+    """Write a file that those may read who may read any other that is written here.
+
+    Raises:
+        OSError: with the path and what the system said, where it cannot be written.
+    """
     safetensors = require_safetensors("Saving Fisher blocks")
-    path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = path.with_name(f"{path.name}.unfinished")
     own = {name: tensor.detach().cpu().clone().contiguous() for name, tensor in tensors.items()}
-    safetensors.save_file(own, unfinished, metadata={KEY: json.dumps(metadata)})
-    unfinished.chmod(0o666 & ~_umask())  # safetensors writes files for their owner alone
-    unfinished.replace(path)
+
+    def fill(unfinished: Path) -> None:
+        unfinished.touch()
+        permissions = unfinished.stat().st_mode  # safetensors would give them to the owner alone
+        try:
+            safetensors.save_file(own, unfinished, metadata={KEY: json.dumps(metadata)})
+        except require("safetensors", "Saving Fisher blocks").SafetensorError as error:
+            raise OSError(str(error)) from error
+        unfinished.chmod(permissions)
+
+    write_whole(Path(path), fill)
 
 
 def read(path: str | Path, kind: str) -> tuple[dict[str, Tensor], dict[str, Any]]:
@@ -56,10 +65,3 @@ def read(path: str | Path, kind: str) -> tuple[dict[str, Tensor], dict[str, Any]
         found = metadata.get("kind", "something that tekfac did not write")
         raise ValueError(f"{str(path)!r} holds {found}. Expected {kind}.")
     return tensors, metadata
-
-
-def _umask() -> int:
-    """The permissions that this process does not give."""
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask

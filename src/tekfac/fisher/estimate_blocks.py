@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Unpack
 
@@ -13,11 +13,12 @@ from tekfac.curvature.blocks.block import DENSE_LIMIT
 from tekfac.curvature.blocks.block_diagonal import BlockDiagonal
 from tekfac.curvature.blocks.dense import DenseBlock
 from tekfac.curvature.blocks.kronecker import KroneckerBlock
+from tekfac.curvature.eigenbasis import Eigenbasis
 from tekfac.fisher.approximation import Approximation
+from tekfac.fisher.checkpoint import Checkpoint
 from tekfac.fisher.collectors import DenseSum, FactorSums, SquareSums
 from tekfac.fisher.metadata import metadata_of
 from tekfac.fisher.options import Keywords, resolve
-from tekfac.fisher.resume import Resume
 from tekfac.fisher.survey import Survey
 
 logger = logging.getLogger("tekfac")
@@ -53,34 +54,42 @@ def estimate(
     """
     options = resolve("estimate", keywords, ("method", "sharing", "checkpoint", "checkpoint_seconds"))
     approximation = Approximation.named(method, sharing)
-    what = {"method": approximation.method.name, "sharing": approximation.sharing}
-    survey = Survey(
-        model, loader, options, passes=2 if approximation.corrected or checkpoint is not None else 1
-    )
-    metadata = {**what, **metadata_of(model, options)}
+    passes = 2 if approximation.corrected or checkpoint is not None else 1
+    survey = Survey(model, loader, options, passes)
+    how = {"method": approximation.method.name, "sharing": approximation.sharing, **metadata_of(model, options)}
     if checkpoint is not None:
-        sizes = {
-            name: list(shape) for n in survey.layers.values() for name, shape in n.shape.parameters.items()
-        }
-        survey.resume = Resume(checkpoint, {**metadata, "parameters": sizes}, checkpoint_seconds)
-    rule, budget = approximation.method.factors, options.memory_budget
-    sums = {name: [FactorSums(rule, approximation.sharing, budget)] for name in survey.layers}
-    seen = {name: survey.layers[name] for name in survey.run("factors", sums)}
-    terms = survey.count.terms
-    bases = {
-        name: approximation.basis(name, sums[name][0].moments(terms), layer.dtype)
-        for name, layer in seen.items()
-    }
+        shapes = [layer.shape.parameters for layer in survey.layers.values()]
+        sizes = {name: list(shape) for own in shapes for name, shape in own.items()}
+        survey.checkpoint = Checkpoint(checkpoint, {**how, "parameters": sizes}, checkpoint_seconds)
+    bases = _bases(survey, approximation, options.memory_budget)
     if approximation.corrected:
-        squares = {name: [SquareSums(bases[name], budget)] for name in seen}
-        survey.run("second moments", squares)
-        blocks = [
-            KroneckerBlock(layer.shape, own.basis, own.theta(terms).to(layer.dtype))
-            for layer, (own,) in zip(seen.values(), squares.values(), strict=True)
-        ]
+        blocks = _corrected_blocks(survey, bases, options.memory_budget)
     else:
-        blocks = [KroneckerBlock(layer.shape, bases[name]) for name, layer in seen.items()]
-    return BlockDiagonal(blocks, {**metadata, "samples": survey.count.samples, "terms": terms})
+        blocks = [KroneckerBlock(survey.layers[name].shape, basis) for name, basis in bases.items()]
+    return BlockDiagonal(blocks, {**how, **survey.count.plain()})
+
+
+def _bases(survey: Survey, approximation: Approximation, memory_budget: int) -> dict[str, Eigenbasis]:
+    """The first pass: the eigenbasis of every layer that was seen."""
+    rule, sharing = approximation.method.factors, approximation.sharing
+    sums = {name: [FactorSums(rule, sharing, memory_budget)] for name in survey.layers}
+    seen = survey.run("factors", sums)
+    moments = {name: sums[name][0].moments(survey.count.terms) for name in seen}
+    return {name: approximation.basis(name, own, survey.layers[name].dtype) for name, own in moments.items()}
+
+
+def _corrected_blocks(
+    survey: Survey, bases: Mapping[str, Eigenbasis], memory_budget: int
+) -> list[KroneckerBlock]:
+    """The second pass: blocks with the diagonal that is measured in these bases."""
+    squares = {name: [SquareSums(basis, memory_budget)] for name, basis in bases.items()}
+    survey.run("second moments", squares)
+    blocks = []
+    for name, (own,) in squares.items():
+        layer = survey.layers[name]
+        # A pass that was taken up brings its own basis.
+        blocks.append(KroneckerBlock(layer.shape, own.basis, own.theta(survey.count.terms).to(layer.dtype)))
+    return blocks
 
 
 def exact_blocks(
@@ -116,5 +125,4 @@ def exact_blocks(
         DenseBlock(survey.layers[name].shape, sums.pop(name)[0].matrices(terms).to(survey.layers[name].dtype))
         for name in seen
     ]
-    metadata = {"method": "exact", **metadata_of(model, options)}
-    return BlockDiagonal(blocks, {**metadata, "samples": survey.count.samples, "terms": terms})
+    return BlockDiagonal(blocks, {"method": "exact", **metadata_of(model, options), **survey.count.plain()})

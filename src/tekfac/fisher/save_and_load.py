@@ -16,7 +16,7 @@ from tekfac.curvature.blocks.dense import DenseBlock
 from tekfac.curvature.blocks.gram import GramBlock
 from tekfac.curvature.blocks.kronecker import KroneckerBlock
 from tekfac.curvature.eigenbasis import Eigenbasis
-from tekfac.fisher import files
+from tekfac.fisher import tensor_files
 from tekfac.layers.shapes import LayerShape
 
 KIND = "Fisher blocks"
@@ -32,7 +32,7 @@ def save(blocks: BlockDiagonal[Block], path: str | Path) -> None:
         tensors |= {f"{index}/{block.name}/{key}": tensor for key, tensor in parts.items()}
         layers.append({"shape": asdict(block.shape), "kind": type(block).__name__, **plain})
     metadata = {"kind": KIND, "version": VERSION, "layers": layers, "metadata": dict(blocks.metadata)}
-    files.write(path, tensors, metadata)
+    tensor_files.write(path, tensors, metadata)
 
 
 def load(path: str | Path, device: str | torch.device = "cpu") -> BlockDiagonal[Block]:
@@ -42,7 +42,7 @@ def load(path: str | Path, device: str | torch.device = "cpu") -> BlockDiagonal[
         FileNotFoundError: if there is no such file.
         ValueError: for a file of something else, or of a later version.
     """
-    tensors, metadata = files.read(path, KIND)
+    tensors, metadata = tensor_files.read(path, KIND)
     if metadata["version"] > VERSION:
         raise ValueError(
             f"{str(path)!r} has version {metadata['version']} of the format; this tekfac reads up to "
