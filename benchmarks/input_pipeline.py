@@ -67,8 +67,8 @@ def measured(config: RunConfig, steps: int) -> tuple[float, float]:
     """Milliseconds of the input pipeline per step, and its share of the whole."""
     with tempfile.TemporaryDirectory() as folder:
         train(replace(config, threads=torch.get_num_threads()), Path(folder))
-        row = RunFolder(Path(folder)).rows("epochs.jsonl")[-1]
-    return 1000 * row["data"] / steps, row["data"] / row["seconds"]
+        last = RunFolder(Path(folder)).epochs()[-1]
+    return 1000 * last.parts["data"] / steps, last.parts["data"] / last.seconds
 
 
 def spread(values: list[float], digits: int) -> str:

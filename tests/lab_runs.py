@@ -73,6 +73,7 @@ def write_run(
     per_epoch: float = 1.0,
     status: str | None = "finished",
     layers: Sequence[str] = (),
+    dampings: Sequence[float] | None = None,
     provenance: Mapping[str, Any] | None = None,
     **changes: Any,
 ) -> Path:
@@ -101,9 +102,10 @@ def write_run(
             "step": one["step"],
             "layer": layer,
             "trace": (place + 1) / one["step"],
-            "damping": 1e-3 * (place + 1),
+            "damping": 1e-3 * (place + 1) if dampings is None else dampings[place],
             "condition": None if place == 0 and one["epoch"] == 1 else 10.0 ** (place + 2) * one["epoch"],
             "staleness": 0,
+            "failed_refreshes": 0,
         }
         for one in rows
         for place, layer in enumerate(layers)

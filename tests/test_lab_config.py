@@ -11,9 +11,10 @@ from typing import Any
 import pytest
 
 from tekfac.lab import recipes
-from tekfac.lab.config import RunConfig, read_plain
+from tekfac.lab.config import RunConfig
 from tekfac.lab.grids import Range, Search, Sweep, applied, described, product
 from tekfac.lab.optimizers import COMPARED, NATURAL
+from tekfac.lab.run_folder import read_plain
 
 
 def test_a_config_survives_the_way_through_a_file(tmp_path: Path) -> None:

@@ -13,9 +13,8 @@ import pytest
 
 from tekfac.lab.config import RunConfig
 from tekfac.lab.interruption import Interrupted
-from tekfac.lab.pool import Job, Manner, run_all
+from tekfac.lab.pool import THREADS_VARIABLES, Job, Manner, cores, run_all, run_configs, share
 from tekfac.lab.run_folder import RunFolder
-from tekfac.lab.run_many import run_configs
 
 BASE = RunConfig(model="mlp", optimizer="sgdm", lr=0.1, train_samples=256, epochs=1, threads=1)
 LONG = replace(BASE, epochs=2000)
@@ -70,6 +69,31 @@ def test_a_process_that_is_killed_is_told_of(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="was killed, perhaps for lack of memory"):
         run_all(jobs, Manner(processes=1, quiet=True))
     thread.join()
+
+
+def test_cores_are_divided_among_the_processes_unless_somebody_says_how_many_threads_there_are(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for variable in THREADS_VARIABLES:
+        monkeypatch.delenv(variable, raising=False)
+    free = replace(BASE, threads=None)
+    assert share(free, 1).threads == cores()
+    assert share(free, 1000).threads == 1
+    assert share(replace(BASE, threads=7), 2).threads == 7
+    monkeypatch.setenv("OMP_NUM_THREADS", "")
+    assert share(free, 1).threads == cores()
+
+
+@pytest.mark.parametrize("variable", THREADS_VARIABLES)
+def test_a_number_of_threads_in_the_environment_is_respected(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, variable: str
+) -> None:
+    for name in THREADS_VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv(variable, "1")
+    monkeypatch.setattr("tekfac.lab.pool.cores", lambda: 2)
+    (folder,) = run_configs([replace(BASE, threads=None)], tmp_path, Manner(processes=1, quiet=True), "one")
+    assert RunFolder(folder).config().threads == 1
 
 
 def test_equal_configs_share_a_folder_and_are_run_once(tmp_path: Path) -> None:

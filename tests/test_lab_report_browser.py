@@ -28,8 +28,10 @@ addEventListener("load", () => {
     return [box.width, box.height];
   });
   document.body.dataset.sizes = JSON.stringify({
-    page: [document.documentElement.scrollWidth, innerWidth], table: sizes("table"), svg: sizes("figure svg"),
-    line: sizes("figure svg path[clip-path]"), loads: performance.getEntriesByType("resource").length,
+    page: [document.documentElement.scrollWidth, innerWidth],
+    table: sizes("table"), figure: sizes("figure img"),
+    drawn: [...document.images].map((e) => e.complete && e.naturalWidth > 0),
+    loads: performance.getEntriesByType("resource").filter((e) => !e.name.startsWith("data:")).length,
   });
 });
 </script>
@@ -67,7 +69,9 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def measured(page: Path, folder: Path, width: int) -> dict[str, Any]:
     """Sizes of what is on the page, from a copy with a script that writes them down."""
     copy = folder / "measured.html"
-    copy.write_text(page.read_text().replace("</body>", f"{MEASURE}</body>"))
+    text, policies = re.subn("<meta http-equiv[^>]*>", "", page.read_text())  # which forbids scripts
+    assert policies == 1
+    copy.write_text(text.replace("</body>", f"{MEASURE}</body>"))
     shown = browse(copy, folder / "profile", f"--window-size={width},900", "--dump-dom")
     found = re.search(r'data-sizes="([^"]*)"', shown)
     assert found is not None
@@ -79,8 +83,8 @@ def test_the_browser_finds_the_table_and_the_curves(page: Path, tmp_path: Path) 
     shown = browse(page, tmp_path / "profile", "--dump-dom")
     assert "<title>Six optimizers on the digits</title>" in shown
     assert re.search(r"<caption>digits, cnn: accuracy", shown)
-    assert shown.count("<svg ") == 3
-    assert 'aria-label="Learning curves of digits, cnn' in shown
+    assert shown.count("<img ") == 3
+    assert 'alt="Learning curves of digits, cnn' in shown
 
 
 @pytest.mark.parametrize("width", [1200, 500])
@@ -88,9 +92,8 @@ def test_everything_is_laid_out_and_nothing_is_loaded(page: Path, tmp_path: Path
     sizes = measured(page, tmp_path, width)
     assert sizes["page"][0] <= sizes["page"][1]  # no scrolling to the side, but inside of wide tables
     assert len(sizes["table"]) == 2
-    assert len(sizes["svg"]) == 3
-    assert all(wide > 300 and high > 60 for wide, high in sizes["table"] + sizes["svg"])
-    assert sum(wide > 50 and high > 20 for wide, high in sizes["line"]) > 20
+    assert sizes["drawn"] == [True] * 3
+    assert all(wide > 300 and high > 60 for wide, high in sizes["table"] + sizes["figure"])
     assert sizes["loads"] == 0
 
 
@@ -99,7 +102,7 @@ def test_the_table_of_the_paper_fits_on_a_screen(tmp_path: Path) -> None:
     paper = {("cifar100", "resnet20", name): "54.93 ± 21.24" for name in ("sgdm", "adam", *METHODS)}
     write_report(find_runs([tmp_path / "runs"]), tmp_path / "out", title="The paper", paper=paper)
     sizes = measured(tmp_path / "out" / "report.html", tmp_path, 1100)
-    assert max(wide for wide, _ in sizes["table"]) <= max(wide for wide, _ in sizes["svg"]) + 1
+    assert max(wide for wide, _ in sizes["table"]) <= max(wide for wide, _ in sizes["figure"]) + 1
 
 
 def test_the_screen_is_not_blank(page: Path, tmp_path: Path) -> None:

@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 
 from lab_runs import METHODS, write_run
-from tekfac.lab.report.grouping import Task, plain, tasks_of
-from tekfac.lab.report.runs import find_runs
+from tekfac.lab.report.runs import Task, find_runs, plain, tasks_of
 from tekfac.methods import ALL
 
 
@@ -74,6 +73,21 @@ def test_data_model_and_whatever_else_differs_make_tasks(tmp_path: Path) -> None
         "digits, resnet20",
     ]
     assert [len(task.groups[0].runs) for task in found] == [1, 2, 1, 1]
+
+
+def test_runs_equal_in_settings_and_seed_are_one_observation(tmp_path: Path) -> None:
+    (task,) = tasks(
+        tmp_path,
+        {"seed": 0, "status": None},
+        {"seed": 1},
+        {"seed": 0},
+        {"seed": 0, "threads": 2, "data_dir": "elsewhere"},
+        {"seed": 0, "lr": 0.2},
+    )
+    first, other = task.groups
+    assert (first.seeds, first.status, other.seeds) == ([0, 1], "2", [0])
+    assert [run.path.name for run in first.runs] == ["002", "001"]  # one that has ended goes before others
+    assert [run.path.name for run in first.repeated] == ["003", "000"]
 
 
 def test_runs_that_did_not_finish_are_counted(tmp_path: Path) -> None:

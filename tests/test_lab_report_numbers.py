@@ -8,10 +8,17 @@ from pathlib import Path
 import pytest
 
 from lab_runs import write_run
-from tekfac.lab.report.grouping import tasks_of
-from tekfac.lab.report.lines import over_epochs, over_time
-from tekfac.lab.report.runs import find_runs
-from tekfac.lab.report.summary import CHOSEN, GIVEN, Spread, TaskSummary, spread, summarise
+from tekfac.lab.report.runs import find_runs, tasks_of
+from tekfac.lab.report.summary import (
+    CHOSEN,
+    GIVEN,
+    Spread,
+    TaskSummary,
+    over_epochs,
+    over_time,
+    spread,
+    summarise,
+)
 
 
 def summary(folder: Path, target: float | None = None) -> TaskSummary:
@@ -48,6 +55,14 @@ def test_the_numbers_of_a_group(tmp_path: Path) -> None:
     )
     assert (row.epochs_to_target.median, row.seconds_to_target.median) == pytest.approx((2.5, 6.5))
     assert row.epochs_to_target.by_all
+
+
+def test_a_run_that_is_there_twice_counts_once(tmp_path: Path) -> None:
+    for folder in ("first", "again"):
+        write_run(tmp_path / folder, [0.5, 0.9], seed=3)
+    (row,) = summary(tmp_path).rows
+    assert numbers(row.final_accuracy) == (0.9, None)  # and no deviation, which would be zero
+    assert row.epochs_to_target.runs == 1
 
 
 def test_the_target_is_reached_at_the_first_epoch_with_it_and_not_between(tmp_path: Path) -> None:

@@ -22,8 +22,8 @@ def test_a_run_is_read_as_it_was_written(tmp_path: Path) -> None:
     assert last.parts == pytest.approx(
         {"data": 0.4, "forward": 0.8, "backward": 1.2, "curvature": 0.6, "update": 0.6}
     )
-    assert [row.layer for row in run.curvature] == ["conv1", "conv1"]
-    assert math.isnan(run.curvature[0].condition)
+    assert [row.layer for row in run.layers] == ["conv1", "conv1"]
+    assert math.isnan(run.layers[0].condition)
 
 
 def test_runs_are_found_anywhere_below_each_once_and_in_order(tmp_path: Path) -> None:

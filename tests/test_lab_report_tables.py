@@ -14,11 +14,11 @@ import pytest
 from rich.console import Console
 
 from lab_runs import METHODS, write_comparison, write_run
-from tekfac.lab.report.rendering import Table, to_csv, to_html, to_latex, to_markdown, to_rich
-from tekfac.lab.report.runs import find_runs
+from tekfac.lab.report import find_runs, write_report
 from tekfac.lab.report.summary import summarise
+from tekfac.lab.report.table_formats import Table, to_csv, to_latex, to_markdown, to_rich
 from tekfac.lab.report.tables import accuracies, brief, comparison, numbers, times
-from tekfac.lab.report.wording import highlights, lead, setup
+from tekfac.lab.report.words import highlights, lead, setup
 
 NASTY = Table(
     title="a_b & <c>",
@@ -73,12 +73,15 @@ def test_latex_has_its_braces_and_environments_closed_in_order(notes: tuple[str,
     assert re.findall(r"(?<!\\)[%#]", text) == []
 
 
-def test_html_is_escaped_and_bold_and_names_rows_and_columns() -> None:
-    text = to_html(NASTY)
+def test_html_is_escaped_and_bold_and_names_rows_and_columns(tmp_path: Path) -> None:
+    write_run(tmp_path / "run", [0.5])
+    write_report(find_runs([tmp_path]), tmp_path / "out", title="Tables", extra_tables=[NASTY])
+    text = (tmp_path / "out" / "report.html").read_text()
     assert "<script>" not in text
     assert "<caption>a_b &amp; &lt;c&gt;</caption>" in text
     assert '<th scope="col">op|t</th>' in text
     assert '<th scope="row">&lt;script&gt;alert(1)&lt;/script&gt;</th><td><strong>1 ± 2</strong></td>' in text
+    assert '<p class="note">100% &lt;i&gt;</p>' in text
 
 
 def test_csv_is_read_back() -> None:
@@ -203,7 +206,7 @@ def test_what_a_reader_has_to_know_is_said(tmp_path: Path) -> None:
     write_run(tmp_path / "c", [], seed=1, status="diverged")
     notes = " ".join(comparison(summarise(find_runs([tmp_path]))[0]).notes)
     assert "in no mean: 1 of SGDM" in notes
-    assert "more than once in SGDM (seed 0)" in notes
+    assert "the same settings and seed is counted: 1 of SGDM (seed 0)." in notes
     assert "The target of 50% is chosen so that" in notes
 
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import base64
 import csv
 import re
 import xml.etree.ElementTree as ElementTree
 from collections import Counter
 from collections.abc import Sequence
 from html.parser import HTMLParser
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -15,13 +17,13 @@ from matplotlib.figure import Figure
 
 from lab_runs import METHODS, write_comparison, write_run
 from tekfac.lab.report import find_runs, write_report
-from tekfac.lab.report.drawing import settle, svg_of
+from tekfac.lab.report.drawing import settle
 from tekfac.lab.report.figures import curvature, curves, time_shares
-from tekfac.lab.report.rendering import Table
-from tekfac.lab.report.sensitivity import heat_map, sensitivity, swept
 from tekfac.lab.report.summary import TaskSummary, summarise
-from tekfac.lab.report.svg import inline
+from tekfac.lab.report.sweep_figures import heat_map, sensitivity, swept
+from tekfac.lab.report.table_formats import Table
 
+FIGURE = "data:image/svg+xml;base64,"
 VOID = {"meta", "br", "hr", "img", "link", "input"}
 
 
@@ -96,27 +98,42 @@ def test_the_figures_are_what_their_names_say(report: Path) -> None:
 def test_the_page_is_well_formed_and_its_ids_are_its_own(text: str) -> None:
     page = Page(text)
     assert [name for name, times in Counter(page.values("id")).items() if times > 1] == []
-    used = set(re.findall(r"url\(#([^)]+)\)", text)) | {v[1:] for v in page.values("href") if v.startswith("#")}
+    used = {value.removeprefix("#") for value in page.values("href")}
     assert used - set(page.values("id")) == set()
-    assert (page.count["svg"], page.count["table"], page.count["caption"]) == (3, 4, 4)
+    assert (page.count["img"], page.count["table"], page.count["caption"]) == (3, 4, 4)
     assert page.count["details"] == 12
     assert set(page.values("scope")) == {"col", "row"}
 
 
 def test_the_page_loads_nothing(text: str) -> None:
     page = Page(text)
-    assert page.count["script"] + page.count["link"] + page.count["img"] + page.count["iframe"] == 0
-    assert not any(value.startswith(("http", "//")) for name in ("src", "href") for value in page.values(name))
+    assert page.count["script"] + page.count["link"] + page.count["iframe"] + page.count["object"] == 0
+    assert not any(name.startswith("on") for _, name, _ in page.attributes)
+    assert all(value.startswith("#") for value in page.values("href"))
+    assert all(value.startswith(FIGURE) for value in page.values("src"))
+    assert any("default-src 'none'" in value for value in page.values("content"))
     assert "http:" not in text
     assert "https:" not in text
     assert "@import" not in text
+
+
+def test_the_figures_are_in_the_page_and_load_nothing_either(text: str) -> None:
+    inside = [base64.b64decode(value.removeprefix(FIGURE)).decode() for value in Page(text).values("src")]
+    assert len(inside) == 3
+    for drawn in inside:
+        figure = ElementTree.fromstring(drawn)
+        assert figure.tag.endswith("svg")
+        assert len(list(figure.iter())) > 50
+        assert "<script" not in drawn
+        links = re.findall(r'href="([^"]*)"', drawn) + re.findall(r"url\(([^)]+)\)", drawn)
+        assert all(link.startswith(("#", "data:image/png;base64,")) for link in links)
 
 
 def test_the_page_can_be_read_by_everybody(text: str) -> None:
     page = Page(text)
     assert ("html", "lang", "en") in page.attributes
     assert any("width=device-width" in value for value in page.values("content"))
-    labels = [value for tag, name, value in page.attributes if (tag, name) == ("svg", "aria-label")]
+    labels = [value for tag, name, value in page.attributes if (tag, name) == ("img", "alt")]
     assert len(labels) == 3
     assert all(labels)
     assert any("<b>&net" in label for label in labels)
@@ -334,10 +351,29 @@ def test_the_curvature_is_that_of_the_first_seed_as_its_caption_says(tmp_path: P
     assert "every epoch stands at its mean time" in text
 
 
-def test_svg_ids_carry_their_prefix(tmp_path: Path) -> None:
-    write_run(tmp_path / "a", [0.25, 0.5])
-    drawn = inline(svg_of(curves(summarise(find_runs([tmp_path]))[0])), "f1", "words")
-    ids = re.findall(r'\bid="([^"]*)"', drawn)
-    assert len(ids) > 10
-    assert all(name.startswith("f1-") for name in ids)
-    assert drawn.startswith('<svg role="img" aria-label="words" viewBox=')
+def tick_labels(folder: Path, dampings: Sequence[float]) -> list[str]:
+    """What stands at the axis of the damping, of a run with a layer for each."""
+    names = [f"layer {place}" for place in range(len(dampings))]
+    write_run(folder / "run", [0.5, 0.6], optimizer=METHODS[3], layers=names, dampings=dampings)
+    figure = curvature(summarise(find_runs([folder]))[0])
+    settle(figure)
+    axis = figure.axes[2].yaxis
+    low, high = axis.get_view_interval()
+    ticks = [tick for minor in (False, True) for tick in axis.get_ticklocs(minor=minor) if low <= tick <= high]
+    labels = [text.get_text() for minor in (False, True) for text in axis.get_ticklabels(minor=minor)]
+    assert len(ticks) == len(labels)
+    return labels
+
+
+@pytest.mark.parametrize("apart", [0.0, 1e-15, 1e-9, 1e-6])
+def test_numbers_that_are_equal_or_nearly_so_share_one_tick(tmp_path: Path, apart: float) -> None:
+    assert tick_labels(tmp_path, [0.01, 0.01 * (1 + apart)]) == ["0.01"]
+
+
+@pytest.mark.parametrize("largest", [0.01001, 0.01003, 0.0102, 0.013, 0.02, 0.09])
+def test_ticks_within_a_decade_are_told_apart_by_their_labels(tmp_path: Path, largest: float) -> None:
+    labels = tick_labels(tmp_path, [0.01, 0.010001, largest])
+    assert 2 <= len(labels) <= 7
+    assert len(set(labels)) == len(labels)
+    steps = [float(high) - float(low) for low, high in pairwise(labels)]
+    assert steps == pytest.approx([steps[0]] * len(steps), rel=0.05)

@@ -14,8 +14,8 @@ import pytest
 from tekfac.lab import study, sweeping
 from tekfac.lab.config import RunConfig
 from tekfac.lab.grids import Range, Search, Sweep, product
-from tekfac.lab.pool import Job, Manner
-from tekfac.lab.run_folder import run_folder
+from tekfac.lab.pool import THREADS_VARIABLES, Job, Manner
+from tekfac.lab.run_folder import RunFolder
 from tekfac.lab.study import STALE_AFTER, SharedStudy
 from tekfac.lab.sweeping import best, read_base, read_trials, sweep
 
@@ -127,6 +127,8 @@ def test_runs_get_their_share_of_the_cores(
     tmp_path: Path, recorded: type[Recorder], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("tekfac.lab.pool.cores", lambda: 8)
+    for variable in THREADS_VARIABLES:
+        monkeypatch.delenv(variable, raising=False)
     sweep(GRID, tmp_path, Manner(processes=3))
     assert {job.configs[0].threads for job in recorded.latest.jobs} == {2}
 
@@ -369,9 +371,9 @@ def test_a_search_draws_from_its_space(tmp_path: Path, recorded: type[Recorder],
 
 
 def test_the_folder_of_a_run_is_named_after_what_is_computed(tmp_path: Path) -> None:
-    one = run_folder(tmp_path, BASE)
-    assert one == run_folder(tmp_path, replace(BASE, threads=2, data_dir="x"))
-    assert one != run_folder(tmp_path, replace(BASE, seed=1))
+    one = RunFolder.of(tmp_path, BASE).path
+    assert one == RunFolder.of(tmp_path, replace(BASE, threads=2, data_dir="x")).path
+    assert one != RunFolder.of(tmp_path, replace(BASE, seed=1)).path
     assert one.parent == tmp_path / "runs"
 
 

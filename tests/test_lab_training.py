@@ -18,10 +18,12 @@ import torch
 
 from lab_data import draw
 from tekfac.lab import training
-from tekfac.lab.config import RunConfig, read_plain
+from tekfac.lab.clock import PARTS
+from tekfac.lab.config import RunConfig
 from tekfac.lab.interruption import Interrupted, Interruption
 from tekfac.lab.optimizers import FACTORIES, NATURAL
-from tekfac.lab.run_folder import RunFolder
+from tekfac.lab.run_folder import RunFolder, read_plain
+from tekfac.lab.run_log import Epoch
 from tekfac.lab.training import Progress, learning_rate_factor, train
 
 TINY = RunConfig(
@@ -42,7 +44,8 @@ def weights(folder: Path) -> dict[str, torch.Tensor]:
 def numbers(folder: Path) -> list[dict[str, Any]]:
     """What the logs say, but for times."""
     timed = ("seconds", "data", "forward", "backward", "curvature", "update")
-    rows = [row for log in ("epochs.jsonl", "curvature.jsonl") for row in RunFolder(folder).rows(log)]
+    run = RunFolder(folder)
+    rows = [line.plain() for line in (*run.epochs(), *run.layers())]
     return [{key: value for key, value in row.items() if key not in timed} for row in rows]
 
 
@@ -79,7 +82,7 @@ def test_a_run_leaves_everything_about_it_in_its_folder(optimizer: str, tmp_path
     assert saved["provenance"]["command"] == "tekfac train ..."
     assert set(saved["provenance"]) >= {"commit", "machine", "threads", "device", "versions", "date"}
     assert set(saved["provenance"]["versions"]) == {"python", "torch", "tekfac"}
-    rows = run.rows("epochs.jsonl")
+    rows = [epoch.plain() for epoch in run.epochs()]
     assert [(row["epoch"], row["step"]) for row in rows] == [(1, 5), (2, 10), (3, 15)]
     assert all(0 <= row["test_accuracy"] <= 1 and math.isfinite(row["train_loss"]) for row in rows)
     assert rows[-1]["train_loss"] < rows[0]["train_loss"]
@@ -99,14 +102,14 @@ def test_a_run_leaves_everything_about_it_in_its_folder(optimizer: str, tmp_path
 
 def test_the_layers_of_natural_gradients_are_logged(tmp_path: Path) -> None:
     train(config_of("tekfac"), tmp_path)
-    rows = RunFolder(tmp_path).rows("curvature.jsonl")
-    assert [row["layer"] for row in rows] == ["1", "3", "5"] * 3
-    assert [row["staleness"] for row in rows[::3]] == [
+    rows = RunFolder(tmp_path).layers()
+    assert [row.layer for row in rows] == ["1", "3", "5"] * 3
+    assert [row.staleness for row in rows[::3]] == [
         0,
         1,
         2,
     ]  # refreshed at steps 0, 4, 8, 12, ...; 5, 10, 15 done
-    assert all(row["trace"] > 0 and row["damping"] > 0 and row["condition"] > 1 for row in rows)
+    assert all(row.trace > 0 and row.damping > 0 and row.condition > 1 for row in rows)
 
 
 def test_a_run_can_be_run_again_from_its_own_file(tmp_path: Path) -> None:
@@ -291,7 +294,7 @@ def test_a_signal_in_the_last_evaluation_ends_what_comes_after(
     evaluate = training.evaluate
 
     def signalled(*arguments: Any) -> Any:
-        if (tmp_path / "epochs.jsonl").exists() and len(RunFolder(tmp_path).rows("epochs.jsonl")) == 2:
+        if len(RunFolder(tmp_path).epochs()) == 2:
             os.kill(os.getpid(), signal.SIGTERM)
         return evaluate(*arguments)
 
@@ -324,14 +327,15 @@ def test_a_log_that_cannot_be_written_is_left_as_it_was(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = RunFolder(tmp_path)
-    run.append("epochs.jsonl", [{"epoch": 1}])
+    epoch = Epoch(1, 5, 2.0, 0.5, 2.0, 0.5, 0.1, 1.0, dict.fromkeys(PARTS, 0.2), 0)
+    run.log(epoch, [])
     before = (tmp_path / "epochs.jsonl").read_bytes()
     monkeypatch.setattr(json, "dumps", lambda *arguments, **settings: "x" * 10**6)
     limit = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (4096, limit[1]))
     try:
         with pytest.raises(OSError, match="nothing is lost"):
-            run.append("epochs.jsonl", [{"epoch": 2}])
+            run.log(replace(epoch, epoch=2), [])
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limit)
     assert (tmp_path / "epochs.jsonl").read_bytes() == before
@@ -413,7 +417,7 @@ def test_tensorboard_gets_the_same_numbers(tmp_path: Path, stopped_at: int | Non
 
     events = EventAccumulator(str(tmp_path / "tensorboard"))
     events.Reload()
-    rows = RunFolder(tmp_path).rows("epochs.jsonl")
+    rows = [epoch.plain() for epoch in RunFolder(tmp_path).epochs()]
     for key in ("train_loss", "test_accuracy", "lr", "curvature"):
         read = [(event.step, event.value) for event in events.Scalars(f"run/{key}")]
         assert read == [(row["step"], pytest.approx(row[key], rel=1e-6)) for row in rows]

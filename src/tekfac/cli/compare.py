@@ -8,14 +8,13 @@ from pathlib import Path
 from typing import Any
 
 from tekfac.cli import arguments
-from tekfac.common.console import require_reports
 from tekfac.lab import recipes
 from tekfac.lab.config import RunConfig
 from tekfac.lab.grids import Point
 from tekfac.lab.optimizers import COMPARED, FACTORIES
-from tekfac.lab.presenting import present
+from tekfac.lab.pool import run_configs
+from tekfac.lab.report import present, require_reports
 from tekfac.lab.run_folder import RunFolder
-from tekfac.lab.run_many import run_configs
 from tekfac.lab.study import Trial
 from tekfac.lab.sweeping import best, read_base, read_trials
 
@@ -99,7 +98,7 @@ def _base(options: argparse.Namespace) -> RunConfig:
 def _origin(tuned: Mapping[str, Trial], *, changed: bool) -> list[str]:
     """Where tuned settings come from: the command that tried them, if its runs are still there."""
     begun = [RunFolder(trial.folders[0]) for trial in tuned.values()]
-    commands = dict.fromkeys(run.command() for run in begun if run.has_progress)
+    commands = dict.fromkeys(run.provenance().get("command", "") for run in begun if run.has_progress)
     but = ", but for --lr and --option" if changed else ""
     return [f"Every optimizer has the settings that did best in `{command}`{but}." for command in commands]
 

@@ -6,8 +6,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from tekfac.common.console import require_reports
-from tekfac.lab.presenting import present
+from tekfac.lab.report import present, require_reports
 
 DESCRIPTION = """\
 Turns the folders that `tekfac train` wrote into a report: one page to open in a browser, tables in Markdown and

@@ -8,9 +8,8 @@ from typing import Any
 
 from tekfac.cli import arguments
 from tekfac.common.checks import nearest, require_choice
-from tekfac.common.console import require_reports
 from tekfac.lab import recipes
-from tekfac.lab.presenting import present
+from tekfac.lab.report import present, require_reports
 from tekfac.lab.reproducing import EXPERIMENTS, SCALE_NOTES, SENSITIVE, Wish
 
 ALL = "all"

@@ -11,8 +11,8 @@ from tekfac.cli import arguments
 from tekfac.common.console import output
 from tekfac.common.extras import require
 from tekfac.lab import recipes
-from tekfac.lab.config import read_plain
 from tekfac.lab.grids import Sweep, described, values_in
+from tekfac.lab.run_folder import read_plain
 from tekfac.lab.study import Trial
 from tekfac.lab.sweeping import best, sweep
 

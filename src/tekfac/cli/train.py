@@ -9,9 +9,9 @@ from typing import Any
 from tekfac.cli import arguments
 from tekfac.common.console import output, progress
 from tekfac.lab import recipes
-from tekfac.lab.config import OF_OPTIMIZER, RunConfig, read_plain
+from tekfac.lab.config import OF_OPTIMIZER, RunConfig
 from tekfac.lab.pool import told
-from tekfac.lab.run_folder import RunFolder
+from tekfac.lab.run_folder import RunFolder, read_plain
 from tekfac.lab.training import Progress, train
 
 DEFAULT_OUT = "run"

@@ -16,12 +16,6 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 
-def require_reports() -> None:
-    """Say now, before any work is done, if a package is missing that its report will need."""
-    for package in ("rich", "matplotlib"):
-        require(package, "The lab")
-
-
 def output() -> Console:
     """Where results are printed."""
     return require("rich.console", "The lab").Console(highlight=False)  # type: ignore[no-any-return]

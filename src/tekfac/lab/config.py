@@ -6,16 +6,13 @@ import dataclasses
 import hashlib
 import json
 import math
-import tomllib
 import types
 import typing
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, Literal, Self
 
 from tekfac.common.checks import nearest, require_choice
-from tekfac.common.files import read_json
 
 Schedule = Literal["step", "cosine", "constant"]
 SCHEDULES: tuple[Schedule, ...] = ("step", "cosine", "constant")
@@ -152,30 +149,6 @@ class RunConfig:
             for key in mine
             if mine[key] != others[key] and key not in (*PLACE, "name")
         ]
-
-
-def read_plain(path: Path) -> dict[str, Any]:
-    """The plain values of a TOML or JSON file; of a run's own file (run.json), those of its config.
-
-    Raises:
-        ValueError: for a file that is not there or cannot be read.
-    """
-    if path.is_dir():
-        path = path / "run.json"
-    if path.suffix == ".toml":
-        try:
-            plain: Any = tomllib.loads(path.read_text(encoding="utf-8"))
-        except FileNotFoundError as error:
-            raise ValueError(f"There is no file {str(path)!r}.") from error
-        except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-            raise ValueError(f"Cannot read {str(path)!r} as TOML: {error}") from error
-    else:
-        plain = read_json(path)
-    if isinstance(plain, dict) and isinstance(plain.get("config"), dict):
-        plain = plain["config"]
-    if not isinstance(plain, dict):
-        raise ValueError(f"{str(path)!r} holds a {type(plain).__name__}. Expected keys and values of a config.")
-    return plain
 
 
 def _require(holds: bool, name: str, value: Any, expected: str) -> None:

@@ -42,6 +42,26 @@ DEFAULT_MOMENTUM = {"sgd": 0.0, "sgdm": 0.9, **dict.fromkeys(NATURAL, 0.9)}
 """Of those that have a momentum; the others have betas, among their options."""
 
 
+NAMES = {
+    "sgd": "SGD",
+    "sgdm": "SGDM",
+    "adam": "Adam",
+    "adamw": "AdamW",
+    **{method.name.lower(): method.name for method in methods.ALL},
+}
+"""As papers write them, in the order of a report: first-order methods, then the table of methods."""
+
+
+def display(name: str) -> str:
+    """The name as papers write it; one that is not known stays as it is."""
+    return NAMES.get(name, name)
+
+
+def position(name: str) -> tuple[int, str]:
+    """To sort by: as in NAMES, then others by name."""
+    return (list(NAMES).index(name) if name in NAMES else len(NAMES), name)
+
+
 def require_optimizer(name: str) -> None:
     """Raise ValueError for a name that does not exist, with the one that was probably meant."""
     if name not in FACTORIES:

@@ -1,4 +1,4 @@
-"""Many runs, several at a time, each in a process of its own kind and resumed if it was interrupted before."""
+"""Many runs, several at a time, each in a process of its own and resumed if it was interrupted before."""
 
 from __future__ import annotations
 
@@ -21,9 +21,13 @@ from typing import Any, Self
 from tekfac.common.console import progress
 from tekfac.lab.config import RunConfig
 from tekfac.lab.interruption import SIGNALS, Interrupted, Interruption
-from tekfac.lab.training import CHECKPOINT_SECONDS, Progress, train
+from tekfac.lab.run_folder import RunFolder
+from tekfac.lab.training import CHECKPOINT_SECONDS, Progress, check_all, train
 
 POLL_SECONDS = 0.2
+THREADS_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
+"""By which a user tells torch how many threads to use."""
+
 STOPPED = "stopped; the same command goes on where it was"
 
 
@@ -67,8 +71,10 @@ def cores() -> int:
 
 
 def share(config: RunConfig, processes: int) -> RunConfig:
-    """The config with its share of the cores, unless it says how many threads it wants."""
-    return config if config.threads is not None else replace(config, threads=max(1, cores() // processes))
+    """The config with its share of the cores, unless it or the environment says how many threads there are."""
+    if config.threads is not None or any(os.environ.get(name) for name in THREADS_VARIABLES):
+        return config
+    return replace(config, threads=max(1, cores() // processes))
 
 
 class Pool:
@@ -182,6 +188,23 @@ def run_all(jobs: Sequence[Job], manner: Manner, description: str = "All runs") 
         job, first = failed[0]
         raise ValueError(f"{len(failed)} of {len(jobs)} jobs failed; {job.label}: {first}") from first
     return [future.result() for future in futures]
+
+
+def run_configs(configs: Sequence[RunConfig], folder: Path, manner: Manner, description: str) -> list[Path]:
+    """Run every config in a folder of its own below `folder`; what is there and finished is not run again.
+
+    Returns:
+        The runs' folders, in the order of the configs.
+    """
+    check_all(configs)
+    several = len({(config.data, config.model) for config in configs}) > 1
+    jobs = []
+    for config in configs:
+        task = f"{config.data}, {config.model}, " if several else ""
+        label = f"{task}{config.optimizer}, seed {config.seed}"
+        jobs.append(Job(label, (share(config, manner.processes),), (RunFolder.of(folder, config).path,)))
+    run_all(jobs, manner, description)
+    return [path for job in jobs for path in job.folders]
 
 
 def raise_if_over(error: BaseException | None) -> None:

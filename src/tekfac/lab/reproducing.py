@@ -7,17 +7,16 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from tekfac.common.files import read_json
 from tekfac.lab import paper, recipes
 from tekfac.lab.config import RunConfig
 from tekfac.lab.grids import Point, Sweep, described
 from tekfac.lab.optimizers import COMPARED
-from tekfac.lab.pool import Manner
+from tekfac.lab.pool import Manner, run_configs
 from tekfac.lab.recipes import Scale
-from tekfac.lab.report.cells import accuracy, best_places, mean
-from tekfac.lab.report.rendering import Table
 from tekfac.lab.report.summary import spread
-from tekfac.lab.run_many import run_configs
+from tekfac.lab.report.table_formats import Table
+from tekfac.lab.report.words import accuracy, best_places, mean
+from tekfac.lab.run_folder import RunFolder
 from tekfac.lab.sweeping import best, sweep
 
 SCALE_NOTES: dict[Scale, str] = {
@@ -160,7 +159,7 @@ def _by_setting(wish: Wish, points: dict[float, Point], printed: dict[float, str
     task = wish.task(data, model)
     configs = [recipes.config(task, point, seed=seed) for point in points.values() for seed in wish.seeds]
     folders = run_configs(configs, wish.out / "sensitivity", wish.manner, f"Accuracy by {setting}")
-    ends = [read_json(folder / "result.json")["test_accuracy"] for folder in folders]
+    ends = [RunFolder(folder).epochs()[-1].test_accuracy for folder in folders]
     found = [spread(ends[i : i + len(wish.seeds)]) for i in range(0, len(ends), len(wish.seeds))]
     table = Table(
         title=f"{optimizer} on {data} with {model}: final test accuracy in percent, by {setting}",

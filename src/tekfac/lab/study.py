@@ -20,7 +20,7 @@ from tekfac.common.extras import require
 from tekfac.common.files import exclusive
 from tekfac.lab.grids import Point, Range, Search, Sweep
 from tekfac.lab.processes import is_running
-from tekfac.lab.run_folder import run_folder
+from tekfac.lab.run_folder import RunFolder
 
 POINT, OWNER, ALIVE, DIVERGED = "point", "owner", "alive", "diverged"
 """What is noted with a trial."""
@@ -140,7 +140,7 @@ class SharedStudy:
         trials = {}
         for trial in self._trials("COMPLETE"):
             point = point_of(trial)
-            folders = tuple(run_folder(self._folder, config) for config in self._plan.configs(point))
+            folders = tuple(RunFolder.of(self._folder, config).path for config in self._plan.configs(point))
             whole = {"optimizer": self._plan.base.optimizer, **point}
             diverged = bool(trial.user_attrs.get(DIVERGED))
             trials[trial.user_attrs[POINT]] = Trial(whole, float(trial.value), folders, diverged)

@@ -16,10 +16,10 @@ from typing import Any
 
 from tekfac.common.console import remark
 from tekfac.common.files import make_folder, read_json, write_json
-from tekfac.lab.config import RunConfig, read_plain
+from tekfac.lab.config import RunConfig
 from tekfac.lab.grids import Sweep, described
 from tekfac.lab.pool import Job, Manner, Pool, raise_if_over, share
-from tekfac.lab.run_folder import run_folder
+from tekfac.lab.run_folder import RUNS, RunFolder, read_plain
 from tekfac.lab.study import ALIVE_EVERY, SharedStudy, Trial, point_of
 from tekfac.lab.training import check_all
 
@@ -99,7 +99,7 @@ def read_trials(folder: Path) -> list[Trial]:
         Trial(
             entry["point"],
             entry["accuracy"],
-            tuple(folder / "runs" / name for name in entry["runs"]),
+            tuple(folder / RUNS / name for name in entry["runs"]),
             entry["diverged"],
         )
         for entry in read_json(path)
@@ -124,7 +124,8 @@ def _work(
         while not gives_up and pool.free and (trial := study.take()) is not None:
             point = point_of(trial)
             configs = tuple(share(config, manner.processes) for config in plan.configs(point))
-            job = Job(described(point), configs, tuple(run_folder(folder, config) for config in configs))
+            folders = tuple(RunFolder.of(folder, config).path for config in configs)
+            job = Job(described(point), configs, folders)
             running[pool.submit(job)] = trial
         advance(study.num_finished)
         if not running:

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import logging
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -21,13 +19,14 @@ from tekfac.lab.clock import Clock
 from tekfac.lab.config import OF_DATA, RunConfig
 from tekfac.lab.data.images import DataSet
 from tekfac.lab.devices import choose, random_states, set_random_states
-from tekfac.lab.events import Events
 from tekfac.lab.identity import identity
 from tekfac.lab.inputs import Inputs, prepare, read
 from tekfac.lab.interruption import Interrupted, Interruption
 from tekfac.lab.provenance import provenance
 from tekfac.lab.run_folder import RunFolder
+from tekfac.lab.run_log import Epoch, LayerEpoch
 from tekfac.lab.scores import Sums, evaluate
+from tekfac.lab.tensorboard import TensorBoard
 from tekfac.optim.natural_gradient import NaturalGradient
 
 CHECKPOINT_SECONDS = 120.0
@@ -95,7 +94,7 @@ def train(
     with Interruption() as interruption:
         data = read(config)
         source = identity(config, data)
-        with run.locked(lambda: wait and interruption.number is None), _messages(folder):
+        with run.locked(lambda: wait and interruption.number is None), run.messages():
             is_new = not run.has_progress
             if not is_new:
                 config = _require_same(run, config, resume)
@@ -191,7 +190,7 @@ class _Training:
         self.sums = Sums(self.device)
         self.accuracies: list[float] = []
         self.checkpoint_seconds = checkpoint_seconds
-        self.events = Events(folder.path) if tensorboard else None
+        self.events = TensorBoard(folder.events) if tensorboard else None
         self._restore()
 
     @property
@@ -262,44 +261,41 @@ class _Training:
         self.epoch, self.batch, self.sums = self.epoch + 1, 0, Sums(self.device)
         self.accuracies.append(test.accuracy)
         skipped = self.optimizer.skipped_steps if isinstance(self.optimizer, NaturalGradient) else 0
-        row = {
-            "epoch": self.epoch,
-            "step": step,
-            "train_loss": _finite(train_loss),
-            "train_accuracy": train_accuracy,
-            "test_loss": _finite(test.loss),
-            "test_accuracy": test.accuracy,
-            "lr": lr,
-            "seconds": self.clock.total,
-            **self.clock.seconds,
-            "skipped_steps": skipped,
-        }
-        layers = self._curvature_rows()
-        self.folder.append("epochs.jsonl", [row])
-        self.folder.append("curvature.jsonl", layers)
-        self.folder.write_table()
+        epoch = Epoch(
+            epoch=self.epoch,
+            step=step,
+            train_loss=train_loss,
+            train_accuracy=train_accuracy,
+            test_loss=test.loss,
+            test_accuracy=test.accuracy,
+            lr=lr,
+            seconds=self.clock.total,
+            parts=dict(self.clock.seconds),
+            skipped_steps=skipped,
+        )
+        layers = self._layers()
+        self.folder.log(epoch, layers)
         if self.events is not None:
-            self.events.write(row, layers)
+            self.events.write(epoch, layers)
         goes_on = math.isfinite(train_loss) and math.isfinite(test.loss)
         if goes_on and time.monotonic() - self.saved >= self.checkpoint_seconds:
             self._save()
         return goes_on
 
-    def _curvature_rows(self) -> list[dict[str, Any]]:
+    def _layers(self) -> list[LayerEpoch]:
         if not isinstance(self.optimizer, NaturalGradient):
             return []
-        where = {"epoch": self.epoch, "step": self.step}
-        stale = self.optimizer.steps_since_refresh
         return [
-            {
-                **where,
-                "layer": name,
-                "trace": _finite(signals.trace),
-                "damping": _finite(signals.damping),
-                "condition": _finite(signals.condition),
-                "staleness": stale,
-                "failed_refreshes": signals.failed_refreshes,
-            }
+            LayerEpoch(
+                epoch=self.epoch,
+                step=self.step,
+                layer=name,
+                trace=signals.trace,
+                damping=signals.damping,
+                condition=signals.condition,
+                staleness=self.optimizer.steps_since_refresh,
+                failed_refreshes=signals.failed_refreshes,
+            )
             for name, signals in self.optimizer.signals().items()
         ]
 
@@ -313,7 +309,7 @@ class _Training:
         watch(Progress(self.step, steps, self.epoch + 1, self.sums.means()[0], accuracy))
 
     def _result(self, status: str) -> dict[str, Any]:
-        last = self.folder.rows("epochs.jsonl")[-1]
+        last = self.folder.epochs()[-1].plain()
         told = (
             "step",
             "train_loss",
@@ -383,23 +379,3 @@ def _require_same_source(run: RunFolder, source: Mapping[str, str]) -> None:
         raise ValueError(
             f"{str(run.path)!r} holds a run with other {what} than there are now. Choose another folder."
         )
-
-
-@contextmanager
-def _messages(folder: Path) -> Iterator[None]:
-    """What the library logs goes to a file of the run."""
-    logger, handler = logging.getLogger("tekfac"), logging.FileHandler(folder / "messages.log", delay=True)
-    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
-    propagated = logger.propagate
-    logger.addHandler(handler)
-    logger.propagate = False
-    try:
-        yield
-    finally:
-        logger.removeHandler(handler)
-        logger.propagate = propagated
-        handler.close()
-
-
-def _finite(value: float) -> float | None:
-    return value if math.isfinite(value) else None

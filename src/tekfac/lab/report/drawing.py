@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import io
+import math
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from tekfac import methods
 from tekfac.common.extras import require
 from tekfac.common.files import write_whole
 from tekfac.fisher.figures import COLOURS, PAGE
 from tekfac.fisher.figures import STYLE as PRINT
-from tekfac.lab.report.grouping import Group
-from tekfac.lab.report.names import METHODS
+from tekfac.lab.report.runs import Group
+from tekfac.lab.report.summary import Line
 
 if TYPE_CHECKING:
+    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 STYLE = {
@@ -43,6 +46,11 @@ WITHOUT_DATE: Mapping[str, dict[str, Any]] = {
     "pdf": {"CreationDate": None},
 }
 LETTERS_PER_LINE = 105
+MOST_NAMED = 12
+"""Lines in shades of one colour that are named; the others have the shades between."""
+
+DIGITS = 4
+"""Numbers that do not differ in so many are drawn as equal."""
 
 
 @dataclass(frozen=True)
@@ -99,6 +107,60 @@ def legend(figure: Figure, handles: Sequence[Any], labels: Sequence[str], title:
         text.set(text=label, parse_math=False)
 
 
+def shades(count: int) -> list[Any]:
+    """Colours from dark to light."""
+    colours = require("matplotlib", "A figure").colormaps["viridis"]
+    return [colours(0.92 * place / max(count - 1, 1)) for place in range(count)]
+
+
+def draw(axes: Axes, line: Line, label: str, look: Mapping[str, Any]) -> Any:
+    """A mean and its band; a line of one point is a dot. Returns what stands in a legend."""
+    marker = "o" if len(line.x) == 1 else None
+    (drawn,) = axes.plot(line.x, line.mean, label=label, marker=marker, markersize=3, **look)
+    if any(low < high for low, high in zip(line.low, line.high, strict=True)):
+        axes.fill_between(line.x, line.low, line.high, color=look["color"], alpha=0.16, linewidth=0)
+    return drawn
+
+
+def make_logarithmic(panels: Sequence[Axes]) -> None:
+    """Scale the axis that panels beside each other share; where nothing can stand on it, the panels say so."""
+    low, high = min(axes.dataLim.minposy for axes in panels), max(axes.dataLim.y1 for axes in panels)
+    if not math.isfinite(low):
+        panels[0].set_yticks([])
+        for axes in panels:
+            axes.text(
+                0.5, 0.5, "nothing finite", transform=axes.transAxes, ha="center", va="center", color="#888888"
+            )
+        return
+    panels[0].set_yscale("log")
+    if high < 10 * low:  # the powers of ten are no ticks then
+        _put_ticks(panels[0], low, high)
+
+
+def _put_ticks(axes: Axes, low: float, high: float) -> None:
+    """Ticks between two numbers, with labels that differ; a single tick where the numbers do not."""
+    if f"{low:.{DIGITS}g}" == f"{high:.{DIGITS}g}":
+        ticks, labels = [low], [f"{low:.{DIGITS}g}"]
+        axes.set_ylim(low / 1.25, high * 1.25)
+    else:
+        locator = require("matplotlib.ticker", "A figure").MaxNLocator(5, steps=[1, 2, 2.5, 5, 10])
+        bottom, top = axes.get_ylim()
+        ticks = [float(tick) for tick in locator.tick_values(low, high) if bottom <= tick <= top]
+        labels = _distinct(ticks)
+    axes.set_yticks(ticks, labels)
+    axes.set_yticks([], minor=True)
+
+
+def _distinct(ticks: Sequence[float]) -> list[str]:
+    """Evenly spaced numbers as text, with as few digits as say them all."""
+    apart = ticks[1] - ticks[0]
+    for digits in range(1, 17):
+        labels = [f"{tick:.{digits}g}" for tick in ticks]
+        if all(abs(float(label) - tick) < 0.01 * apart for label, tick in zip(labels, ticks, strict=True)):
+            return labels
+    return list(map(repr, ticks))
+
+
 def settle(figure: Figure) -> None:
     """Put everything in its place for good; otherwise places are looked for at every saving."""
     with style():
@@ -131,7 +193,7 @@ def save(drawing: Drawing, folder: Path) -> list[str]:
 
 def _look(optimizer: str) -> tuple[str, str]:
     """Of the methods as in the figures of their Fisher approximations."""
-    method = METHODS.get(optimizer)
+    method = {method.name.lower(): method for method in methods.ALL}.get(optimizer)
     if method is None:
         return FIRST_ORDER.get(optimizer, OTHER)
     return COLOURS[method.factors.trace_restricted, method.rescaling.measured], (

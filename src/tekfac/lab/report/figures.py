@@ -7,27 +7,32 @@ from collections.abc import Callable, Mapping, Sequence
 from textwrap import wrap
 from typing import TYPE_CHECKING, Any
 
-from tekfac.common.extras import require
 from tekfac.lab.clock import PARTS
-from tekfac.lab.report.drawing import LETTERS_PER_LINE, empty, legend, looks, style
-from tekfac.lab.report.grouping import plain
-from tekfac.lab.report.lines import Line, epoch_times, over_epochs, over_time
-from tekfac.lab.report.runs import Epoch, LayerCurvature, Run
-from tekfac.lab.report.summary import GroupSummary, TaskSummary
+from tekfac.lab.report.drawing import (
+    LETTERS_PER_LINE,
+    MOST_NAMED,
+    draw,
+    empty,
+    legend,
+    looks,
+    make_logarithmic,
+    shades,
+    style,
+)
+from tekfac.lab.report.runs import Run, plain
+from tekfac.lab.report.summary import GroupSummary, TaskSummary, epoch_times, over_epochs, over_time
+from tekfac.lab.run_log import Epoch, LayerEpoch
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 MOST_LINES = 10
-MOST_NAMED = 12
-"""Lines in shades of one colour that are named; the others have the shades between."""
-
 MOST_RUNS = 4
 """Whose curvature is drawn."""
 
 PART_COLOURS = ("#bbbbbb", "#77aadd", "#44bb99", "#ee8866", "#eedd88")
-MEASURED: dict[str, Callable[[LayerCurvature], float]] = {
+MEASURED: dict[str, Callable[[LayerEpoch], float]] = {
     "trace": lambda row: row.trace,
     "condition number": lambda row: row.condition,
     "damping": lambda row: row.damping,
@@ -60,34 +65,12 @@ def curves(summary: TaskSummary) -> Figure:
             row[0].set_ylabel(ylabel)
         for axes in panels[0]:
             axes.axhline(100 * summary.target, color="#888888", linewidth=0.8, linestyle=(0, (1, 2)), zorder=1)
-        _logarithmic(panels[1])
+        make_logarithmic(panels[1])
         panels[1, 0].set_xlabel("epoch")
         panels[1, 0].locator_params(axis="x", integer=True, min_n_ticks=1)
         panels[1, 1].set_xlabel("training time, seconds")
         legend(figure, handles[: len(groups)], [group.label for group in groups])
     return figure
-
-
-def _logarithmic(panels: Sequence[Axes]) -> None:
-    """The axis that panels beside each other share; where nothing can stand on it, the panels say so."""
-    if any(math.isfinite(axes.dataLim.minposy) for axes in panels):
-        panels[0].set_yscale("log")
-        _plain_within_a_decade(panels[0])
-        return
-    panels[0].set_yticks([])
-    for axes in panels:
-        axes.text(
-            0.5, 0.5, "nothing finite", transform=axes.transAxes, ha="center", va="center", color="#888888"
-        )
-
-
-def _plain_within_a_decade(axes: Axes) -> None:
-    """Numbers as they are on a logarithmic axis that does not reach over a power of ten."""
-    low, high = axes.get_ylim()
-    if high < 10 * low:
-        formatter = require("matplotlib.ticker", "A figure").FormatStrFormatter("%g")
-        axes.yaxis.set_major_formatter(formatter)
-        axes.yaxis.set_minor_formatter(formatter)
 
 
 def time_shares(summary: TaskSummary) -> Figure:
@@ -118,7 +101,7 @@ def time_shares(summary: TaskSummary) -> Figure:
 
 def with_curvature(summary: TaskSummary) -> list[tuple[str, Run]]:
     """Labels of the groups that are shown and, by seed, the first run of each that recorded its curvature."""
-    found = [(row.group.label, [run for run in row.group.runs if run.curvature]) for row in shown(summary)]
+    found = [(row.group.label, [run for run in row.group.runs if run.layers]) for row in shown(summary)]
     return [(label, runs[0]) for label, runs in found if runs]
 
 
@@ -133,7 +116,7 @@ def curvature(summary: TaskSummary) -> Figure:
         raise ValueError(
             f"No run of {summary.task.title} has recorded its curvature. Expected a curvature.jsonl in one."
         )
-    layers = list(dict.fromkeys(row.layer for _, run in runs for row in run.curvature))
+    layers = list(dict.fromkeys(row.layer for _, run in runs for row in run.layers))
     colours = shades(len(layers))
     with style():
         figure = empty(4.9)
@@ -141,14 +124,14 @@ def curvature(summary: TaskSummary) -> Figure:
         for (ylabel, value), row in zip(MEASURED.items(), panels, strict=True):
             for axes, (_, run) in zip(row, runs, strict=True):
                 for layer, colour in zip(layers, colours, strict=True):
-                    own = [r for r in run.curvature if r.layer == layer]
+                    own = [r for r in run.layers if r.layer == layer]
                     heights = [v if (v := value(r)) > 0 else math.nan for r in own]
                     marker = "o" if len(own) == 1 else None
                     axes.plot(
                         [r.step for r in own], heights, color=colour, linewidth=1.0, marker=marker, markersize=3
                     )
                 axes.grid(visible=True)
-            _logarithmic(row)
+            make_logarithmic(row)
             row[0].set_ylabel(ylabel)
         for axes, (label, run) in zip(panels[0], runs, strict=True):
             lines = wrap(f"{label}, seed {plain(run.seed)}", LETTERS_PER_LINE // len(runs) - 4)
@@ -159,21 +142,6 @@ def curvature(summary: TaskSummary) -> Figure:
         every = math.ceil(len(layers) / MOST_NAMED)
         legend(figure, panels[0, 0].lines[::every], list(map(_short, layers))[::every], "layer")
     return figure
-
-
-def shades(count: int) -> list[Any]:
-    """Colours from dark to light."""
-    colours = require("matplotlib", "A figure").colormaps["viridis"]
-    return [colours(0.92 * place / max(count - 1, 1)) for place in range(count)]
-
-
-def draw(axes: Axes, line: Line, label: str, look: Mapping[str, Any]) -> Any:
-    """A mean and its band; a line of one point is a dot. Returns what stands in a legend."""
-    marker = "o" if len(line.x) == 1 else None
-    (drawn,) = axes.plot(line.x, line.mean, label=label, marker=marker, markersize=3, **look)
-    if any(low < high for low, high in zip(line.low, line.high, strict=True)):
-        axes.fill_between(line.x, line.low, line.high, color=look["color"], alpha=0.16, linewidth=0)
-    return drawn
 
 
 def _mark_ends(

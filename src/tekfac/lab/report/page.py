@@ -1,19 +1,26 @@
-"""The page of a report: one file that needs nothing else, neither a network nor scripts."""
+"""The page of a report: one file that needs nothing else, neither a network nor scripts.
+
+page.html is its template, page.css its looks. Whatever comes from outside is escaped by the template.
+"""
 
 from __future__ import annotations
 
+import base64
+import json
+import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from html import escape
+from importlib.resources import files
 
-from tekfac.lab.report.details import provenance_section, rerun_section, runs_section
+from tekfac.common.extras import require
 from tekfac.lab.report.drawing import Drawing, svg_of
-from tekfac.lab.report.rendering import Table, to_html
-from tekfac.lab.report.runs import Run
-from tekfac.lab.report.stylesheet import CSS
-from tekfac.lab.report.summary import TaskSummary
-from tekfac.lab.report.svg import inline
-from tekfac.lab.report.wording import highlights, lead, setup
+from tekfac.lab.report.runs import Run, flat, plain
+from tekfac.lab.report.summary import TaskSummary, spread
+from tekfac.lab.report.table_formats import Table
+from tekfac.lab.report.words import highlights, in_percent, lead, setup
+
+OF_ONE_RUN = ("command", "date")
+"""What is said of every run alone."""
 
 
 @dataclass(frozen=True)
@@ -52,45 +59,63 @@ def page(
         command: which makes the page again.
         notes: what a reader has to know first.
     """
-    sections = "".join(_section(part, index) for index, part in enumerate(parts, start=1))
-    links = {f"part-{index}": part.title for index, part in enumerate(parts, start=1)}
-    links |= {"runs": "Runs", "provenance": "Provenance", "rerun": "Run it again"}
-    entries = "".join(f'<li><a href="#{name}">{escape(text)}</a></li>' for name, text in links.items())
-    remarks = "".join(f'<p class="remark">{escape(note)}</p>\n' for note in notes)
-    return (
-        '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
-        '<meta name="color-scheme" content="light dark">\n'
-        f"<title>{escape(title)}</title>\n<style>{CSS}</style>\n</head>\n<body>\n"
-        f'<header>\n<p class="kicker">tekfac report</p>\n<h1>{escape(title)}</h1>\n'
-        f'<p class="lead">{escape(lead(summaries))}</p>\n{remarks}'
-        f'<nav aria-label="Parts of this page"><ul>{entries}</ul></nav>\n</header>\n<main>\n'
-        f"{sections}{runs_section(summaries)}{provenance_section(runs)}{rerun_section(runs, command)}"
-        "</main>\n<footer>Made by tekfac from the files of the runs; the same runs make the same page. Tables "
-        "are also in report.md and tables.tex, all numbers in summary.csv, figures in figures/.</footer>\n"
-        "</body>\n</html>\n"
+    jinja = require("jinja2", "A report")
+    environment = jinja.Environment(
+        autoescape=True, undefined=jinja.StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
-
-
-def _section(part: Part, index: int) -> str:
-    tables = "".join(map(to_html, part.tables))
-    drawings = "".join(
-        _figure(drawing, f"f{index}-{place}") for place, drawing in enumerate(part.drawings, start=1)
+    text: str = environment.from_string(_resource("page.html")).render(
+        css=_resource("page.css"),
+        title=title,
+        lead=lead(summaries),
+        notes=notes,
+        parts=parts,
+        summaries=summaries,
+        origins=origins(runs),
+        rerun=f"tekfac train --config {shlex.quote(str(runs[0].folder.file))}",
+        command=command,
+        **{tool.__name__.lstrip("_"): tool for tool in TOOLS},
     )
-    opening = ""
-    if part.summary:
-        said = "".join(
-            f"<div><dt>{escape(what)}</dt><dd>{escape(which)}</dd><dd>{escape(much)}</dd></div>"
-            for what, which, much in highlights(part.summary)
-        )
-        opening = f'<p class="setup">{escape(setup(part.summary))}</p>\n' + (
-            f'<dl class="best">{said}</dl>\n' if said else ""
-        )
-    return (
-        f'<section id="part-{index}">\n<h2>{escape(part.title)}</h2>\n{opening}{tables}{drawings}</section>\n'
-    )
+    return text
 
 
-def _figure(drawing: Drawing, prefix: str) -> str:
-    drawn = inline(svg_of(drawing.figure), prefix, drawing.alternative)
-    return f"<figure>\n{drawn}\n<figcaption>{escape(drawing.caption)}</figcaption>\n</figure>\n"
+def origins(runs: Sequence[Run]) -> dict[str, str]:
+    """Where the runs come from: whatever they recorded, each value once, and their seeds."""
+    found: dict[str, dict[str, None]] = {}
+    for run in runs:
+        for name, value in flat(run.provenance).items():
+            if name not in OF_ONE_RUN and value:
+                found.setdefault(name, {})[plain(value)] = None
+    facts = {name: ", ".join(values) for name, values in found.items()}
+    facts["seeds"] = ", ".join(dict.fromkeys(plain(run.seed) for run in sorted(runs, key=lambda run: run.seed)))
+    dates = sorted(str(run.provenance["date"]) for run in runs if "date" in run.provenance)
+    if dates:
+        facts["dates"] = dates[0] if dates[0] == dates[-1] else f"{dates[0]} to {dates[-1]}"
+    return facts
+
+
+def _resource(name: str) -> str:
+    return files(__package__).joinpath(name).read_text(encoding="utf-8")
+
+
+def _data_uri(drawing: Drawing) -> str:
+    """The figure inside of an address; a browser runs no script in it and loads nothing for it."""
+    return "data:image/svg+xml;base64," + base64.b64encode(svg_of(drawing.figure).encode()).decode()
+
+
+def _ending(run: Run) -> str:
+    """How far a run got."""
+    end = f"{len(run.epochs)} epochs"
+    return end + (f", {in_percent(spread([run.epochs[-1].test_accuracy]))}" if run.epochs else "")
+
+
+def _facts_of(run: Run) -> dict[str, str]:
+    known = {name: str(run.provenance[name]) for name in OF_ONE_RUN if name in run.provenance}
+    return {"folder": str(run.path), **known}
+
+
+def _config_of(run: Run) -> str:
+    return json.dumps(run.config, indent=2, ensure_ascii=False)
+
+
+TOOLS = (highlights, setup, plain, _data_uri, _ending, _facts_of, _config_of)
+"""What the template calls, by their names without an underscore."""

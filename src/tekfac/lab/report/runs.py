@@ -1,62 +1,26 @@
-"""Run folders, read: what was asked for, where it ran, and the numbers of every epoch."""
+"""Runs, read and put together: seeds of one setting are a group, groups that can be compared are a task."""
 
 from __future__ import annotations
 
-import json
-import math
-from collections.abc import Callable, Iterable, Mapping
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, TypeVar, cast
+from typing import Any, Literal
 
-from tekfac.common.files import read_json
-from tekfac.lab.clock import PARTS
-from tekfac.lab.run_folder import FORMAT
+from tekfac.lab import config
+from tekfac.lab.optimizers import display, position
+from tekfac.lab.run_folder import RunFolder
+from tekfac.lab.run_log import Epoch, LayerEpoch
 
 Status = Literal["finished", "diverged", "unfinished"]
-R = TypeVar("R")
+Settings = Mapping[str, Any]
 
+WHERE = frozenset({"seed", *config.PLACE})
+"""What tells the runs of a group apart: the seed, and where they ran."""
 
-@dataclass(frozen=True)
-class Epoch:
-    """The numbers at the end of an epoch; those that were not finite are nan.
-
-    Attributes:
-        epoch: counted from 1.
-        step: optimizer steps so far.
-        train_loss: mean over the epoch.
-        train_accuracy: between 0 and 1, as is the next one.
-        test_accuracy: at the end of the epoch.
-        test_loss: at the end of the epoch.
-        lr: of the epoch.
-        seconds: spent on training so far, evaluation not counted.
-        parts: the seconds so far of every part of a step.
-        skipped_steps: steps so far that were left out.
-    """
-
-    epoch: int
-    step: int
-    train_loss: float
-    train_accuracy: float
-    test_loss: float
-    test_accuracy: float
-    lr: float
-    seconds: float
-    parts: Mapping[str, float]
-    skipped_steps: int
-
-
-@dataclass(frozen=True)
-class LayerCurvature:
-    """What was measured of a layer's curvature at a step; what was not finite is nan."""
-
-    epoch: int
-    step: int
-    layer: str
-    trace: float
-    damping: float
-    condition: float
-    staleness: float
+OF_OPTIMIZER = frozenset({"name", *config.OF_OPTIMIZER, "options"})
+"""What tells the groups of a task apart. Everything else that a configuration has belongs to the task."""
 
 
 @dataclass(frozen=True)
@@ -64,20 +28,25 @@ class Run:
     """One training run.
 
     Attributes:
-        path: its folder.
-        config: everything that was asked for, as in run.json.
+        folder: it was read from.
+        config: everything that was asked for, as plain values.
         provenance: command, commit, machine and versions.
-        epochs: one row per finished epoch, in order.
-        curvature: rows of the layers' curvature, if they were recorded.
+        epochs: those that were finished, in order.
+        layers: the curvature of the layers, if it was recorded.
         status: "unfinished" as long as there is no result.
     """
 
-    path: Path
+    folder: RunFolder
     config: Mapping[str, Any]
     provenance: Mapping[str, Any]
     epochs: tuple[Epoch, ...]
-    curvature: tuple[LayerCurvature, ...]
+    layers: tuple[LayerEpoch, ...]
     status: Status
+
+    @property
+    def path(self) -> Path:
+        """Its folder."""
+        return self.folder.path
 
     @property
     def optimizer(self) -> str:
@@ -102,7 +71,7 @@ def find_runs(folders: Iterable[str | Path]) -> list[Run]:
             raise ValueError(
                 f"There is no folder {str(folder)!r}. Expected a run or a folder with runs below it."
             )
-        below = {file.parent.resolve(): file.parent for file in sorted(folder.rglob("run.json"))}
+        below = {run.path.resolve(): run.path for run in RunFolder.below(folder)}
         if not below:
             raise ValueError(
                 f"No run in {str(folder)!r}: no run.json in it or below. Expected what `tekfac train` wrote."
@@ -111,109 +80,192 @@ def find_runs(folders: Iterable[str | Path]) -> list[Run]:
     return [read_run(path) for path in sorted(found.values())]
 
 
-def read_run(folder: str | Path) -> Run:
-    """One run. A last line that was cut off in the middle, as by a kill, is left out.
+def read_run(path: Path) -> Run:
+    """One run, as far as it has got.
 
     Raises:
         ValueError: for a damaged file; the message names it, and the line.
     """
-    path = Path(folder)
-    described = read_json(path / "run.json")
-    config = _config(path / "run.json", described)
+    folder = RunFolder(path)
+    ended = folder.result()
     return Run(
-        path=path,
-        config=config,
-        provenance=described.get("provenance") or {},
-        epochs=tuple(_rows(path / "epochs.jsonl", _epoch)),
-        curvature=tuple(_rows(path / "curvature.jsonl", _layer_curvature)),
-        status=_status(path / "result.json"),
+        folder=folder,
+        config=folder.settings(),
+        provenance=folder.provenance(),
+        epochs=tuple(folder.epochs()),
+        layers=tuple(folder.layers()),
+        status="unfinished" if ended is None else ended["status"],
     )
 
 
-def _config(path: Path, described: Any) -> Mapping[str, Any]:
-    """The configuration in run.json, looked at as far as a report needs it."""
-    if not isinstance(described, Mapping) or described.get("format") != FORMAT:
-        found = described.get("format") if isinstance(described, Mapping) else type(described).__name__
-        raise ValueError(
-            f"{str(path)!r} has the format {found!r}, expected {FORMAT}. Did `tekfac train` write it?"
-        )
-    config = described.get("config")
-    missing = [
-        key for key in ("data", "model", "optimizer") if not isinstance(config, Mapping) or key not in config
+@dataclass(frozen=True)
+class Group:
+    """Runs that differ only in their seed and in where they ran.
+
+    Attributes:
+        label: the optimizer's name, and the settings that tell it from others of its task.
+        optimizer: its name in the configuration.
+        settings: lr, momentum and so on, the further options among them.
+        runs: by seed, one of each.
+        repeated: further runs with a seed that is among them; they say nothing new and are not counted.
+    """
+
+    label: str
+    optimizer: str
+    settings: Settings
+    runs: tuple[Run, ...]
+    repeated: tuple[Run, ...] = ()
+
+    @property
+    def seeds(self) -> list[Any]:
+        """The seeds of its runs."""
+        return [run.seed for run in self.runs]
+
+    @property
+    def finished(self) -> bool:
+        """Whether all of its runs did."""
+        return all(run.status == "finished" for run in self.runs)
+
+    @property
+    def status(self) -> str:
+        """How many runs there are, and what became of those that did not finish."""
+        count = Counter(run.status for run in self.runs)
+        failed = [f"{count[s]} of {len(self.runs)} {s}" for s in ("diverged", "unfinished") if count[s]]
+        return ", ".join(failed) or str(len(self.runs))
+
+
+@dataclass(frozen=True)
+class Task:
+    """Groups that were trained on the same data, with the same model, batches and schedule.
+
+    Attributes:
+        title: data and model, and the settings that tell it from other tasks with these.
+        data: its name in the configuration.
+        model: its name in the configuration.
+        settings: everything that its runs have in common beside the optimizer.
+        groups: in the order of the optimizers, then of their settings.
+    """
+
+    title: str
+    data: str
+    model: str
+    settings: Settings
+    groups: tuple[Group, ...]
+
+
+def tasks_of(runs: Iterable[Run]) -> list[Task]:
+    """The tasks of the runs, by data and model."""
+    together: dict[tuple[str, str], dict[Any, list[Run]]] = {}
+    for run in runs:
+        same = together.setdefault((str(run.config["data"]), str(run.config["model"])), {})
+        same.setdefault(_key(task_settings(run)), []).append(run)
+    tasks = []
+    for (data, model), same in sorted(together.items()):
+        settings = [task_settings(own[0]) for own in same.values()]
+        different = differing(settings)
+        for setting, own in sorted(
+            zip(settings, same.values(), strict=True), key=lambda pair: _place(pair[0], different)
+        ):
+            title = ", ".join([data, model, *words(setting, different)])
+            tasks.append(Task(title, data, model, setting, _groups(own)))
+    return tasks
+
+
+def _groups(runs: Sequence[Run]) -> tuple[Group, ...]:
+    """The groups of one task."""
+    together: dict[str, dict[Any, list[Run]]] = {}
+    for run in runs:
+        together.setdefault(run.optimizer, {}).setdefault(_key(optimizer_settings(run)), []).append(run)
+    groups = []
+    for optimizer in sorted(together, key=position):
+        own = list(together[optimizer].values())
+        different = differing([optimizer_settings(same[0]) for same in own])
+        for same in sorted(own, key=lambda same: _place(optimizer_settings(same[0]), different)):
+            settings = optimizer_settings(same[0])
+            label = ", ".join([display(optimizer), *words(settings, different)])
+            groups.append(Group(label, optimizer, settings, *_once(same)))
+    return tuple(groups)
+
+
+def _once(runs: Iterable[Run]) -> tuple[tuple[Run, ...], tuple[Run, ...]]:
+    """A run of every seed, by seed, and the others; those that have ended go before those that have not."""
+    ordered = sorted(runs, key=lambda run: (_ordered(run.seed), run.status == "unfinished", str(run.path)))
+    first: dict[Any, Run] = {}
+    for run in ordered:
+        first.setdefault(run.seed, run)
+    return tuple(first.values()), tuple(run for run in ordered if first[run.seed] is not run)
+
+
+def task_settings(run: Run) -> Settings:
+    """What a run has in common with all of its task."""
+    return flat({key: value for key, value in run.config.items() if key not in WHERE | OF_OPTIMIZER})
+
+
+def optimizer_settings(run: Run) -> Settings:
+    """What a run has in common with its group, beside the task; a label that was not given is none."""
+    own = {key: value for key, value in run.config.items() if key in OF_OPTIMIZER}
+    return flat({key: value for key, value in own.items() if key != "name" or value})
+
+
+def differing(settings: Sequence[Settings]) -> list[str]:
+    """The names whose values are not the same everywhere, a value that is missing among them."""
+    names = dict.fromkeys(name for own in settings for name in own)
+    missing = object()
+    return [
+        name
+        for name in names
+        if any(own.get(name, missing) != settings[0].get(name, missing) for own in settings)
     ]
-    if missing:
-        raise ValueError(f"{str(path)!r} is damaged: its config has no {missing[0]!r}. Train the run again.")
-    return cast("Mapping[str, Any]", config)
 
 
-def _status(path: Path) -> Status:
-    if not path.exists():
-        return "unfinished"
-    result = read_json(path)
-    status = result.get("status") if isinstance(result, Mapping) else None
-    if status not in ("finished", "diverged"):
-        raise ValueError(
-            f"{str(path)!r} has the status {status!r}, expected 'finished' or 'diverged'. "
-            "Remove the file to have the run shown as unfinished."
-        )
-    return cast("Status", status)
-
-
-def _rows(path: Path, make: Callable[[Mapping[str, Any]], R]) -> list[R]:
-    """The rows of a file with one object per line; none where there is no file."""
-    if not path.exists():
-        return []
-    *whole, last = path.read_bytes().split(b"\n")
-    made = []
-    for number, line in enumerate([*whole, last] if last else whole, start=1):
-        try:
-            row = json.loads(line)
-            if not isinstance(row, Mapping):
-                raise ValueError("not an object")
-            made.append(make(row))
-        except ValueError as error:
-            if number > len(whole):  # without its line end: the run was killed while writing
-                break
-            raise ValueError(
-                f"{str(path)!r} is damaged in line {number}: {error}. Remove the line or train the run again."
-            ) from error
-    return made
-
-
-def _epoch(row: Mapping[str, Any]) -> Epoch:
-    return Epoch(
-        epoch=int(_number(row, "epoch")),
-        step=int(_number(row, "step")),
-        train_loss=_number(row, "train_loss"),
-        train_accuracy=_number(row, "train_accuracy"),
-        test_loss=_number(row, "test_loss"),
-        test_accuracy=_number(row, "test_accuracy"),
-        lr=_number(row, "lr"),
-        seconds=_number(row, "seconds"),
-        parts={part: _number(row, part) for part in PARTS},
-        skipped_steps=int(_number(row, "skipped_steps")),
-    )
-
-
-def _layer_curvature(row: Mapping[str, Any]) -> LayerCurvature:
-    return LayerCurvature(
-        epoch=int(_number(row, "epoch")),
-        step=int(_number(row, "step")),
-        layer=str(row.get("layer")),
-        trace=_number(row, "trace"),
-        damping=_number(row, "damping"),
-        condition=_number(row, "condition"),
-        staleness=_number(row, "staleness"),
-    )
-
-
-def _number(row: Mapping[str, Any], key: str) -> float:
-    """A number of a row; null stands for one that was not finite."""
-    if key not in row:
-        raise ValueError(f"no {key!r}")
-    value = row[key]
+def plain(value: Any) -> str:
+    """A setting as text; a number as short as it can be without becoming another one."""
     if value is None:
-        return math.nan
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise ValueError(f"{key!r} is {value!r}, expected a number")
-    return float(value)
+        return "none"
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, float):
+        short = f"{value:g}"
+        return short if float(short) == value else repr(value)
+    if isinstance(value, list | tuple):
+        return "(" + ", ".join(map(plain, value)) + ")"
+    return str(value)
+
+
+def words(settings: Settings, names: Iterable[str]) -> list[str]:
+    """Some of the settings as text, as far as they are there; a label of the user's own stands for itself."""
+    own = [name for name in names if name in settings]
+    return [plain(settings[name]) if name == "name" else f"{name} {plain(settings[name])}" for name in own]
+
+
+def flat(nested: Settings) -> dict[str, Any]:
+    """Values inside of values brought to the top; with the outer name where there is such a one already."""
+    found: dict[str, Any] = {}
+    for name, value in nested.items():
+        if isinstance(value, Mapping):
+            for inner, own in flat(value).items():
+                found[f"{name}.{inner}" if inner in nested else inner] = own
+        else:
+            found[name] = tuple(value) if isinstance(value, list) else value
+    return found
+
+
+def _key(settings: Settings) -> frozenset[tuple[str, Any]]:
+    """The same for settings that are equal, in whatever order."""
+    return frozenset(
+        (name, repr(value) if isinstance(value, tuple) else value) for name, value in settings.items()
+    )
+
+
+def _place(settings: Settings, names: Iterable[str]) -> list[tuple[int, float, str]]:
+    """To sort by: the values under some names."""
+    return [_ordered(settings.get(name)) for name in names]
+
+
+def _ordered(value: Any) -> tuple[int, float, str]:
+    """To sort by: nothing, numbers, words."""
+    if value is None:
+        return (0, 0.0, "")
+    if isinstance(value, int | float):
+        return (1, float(value), "")
+    return (2, 0.0, str(value))

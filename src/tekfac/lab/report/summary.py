@@ -1,4 +1,4 @@
-"""The numbers of a report: means over seeds, and when a target was reached."""
+"""The numbers of a report: means over seeds, when a target was reached, and curves with their bands."""
 
 from __future__ import annotations
 
@@ -6,10 +6,11 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
+from typing import NamedTuple
 
 from tekfac.lab.clock import PARTS
-from tekfac.lab.report.grouping import Group, Task, tasks_of
-from tekfac.lab.report.runs import Epoch, Run
+from tekfac.lab.report.runs import Group, Run, Task, tasks_of
+from tekfac.lab.run_log import Epoch
 
 CHOSEN = (
     "chosen so that at least three quarters of the settings reach it with every seed: the lowest of the seeds' "
@@ -17,6 +18,11 @@ CHOSEN = (
     "down to a whole percent"
 )
 GIVEN = "given by the user"
+
+LOWEST = 0.05
+"""Of a band, as a share of the mean: it is to end above zero where an axis is logarithmic."""
+
+Value = Callable[[Epoch], float]
 
 
 @dataclass(frozen=True)
@@ -175,7 +181,7 @@ def _first(run: Run, target: float) -> Epoch | None:
     return next((epoch for epoch in run.epochs if epoch.test_accuracy >= target), None)
 
 
-def _reached(found: Sequence[Epoch], value: Callable[[Epoch], float], runs: int) -> Reached:
+def _reached(found: Sequence[Epoch], value: Value, runs: int) -> Reached:
     return Reached(median(map(value, found)) if found else None, len(found), runs)
 
 
@@ -187,3 +193,56 @@ def _parts_ms(last: Sequence[Epoch]) -> dict[str, float]:
         part: math.fsum(1000 * epoch.parts[part] / max(epoch.step, 1) for epoch in last) / len(last)
         for part in PARTS
     }
+
+
+class Line(NamedTuple):
+    """Points of a mean, and of the band around it."""
+
+    x: list[float]
+    mean: list[float]
+    low: list[float]
+    high: list[float]
+
+
+def over_epochs(runs: Sequence[Run], value: Value) -> Line:
+    """At every epoch over the runs that got there."""
+    found = _by_epoch(runs, value)
+    return _line(sorted(found), found)
+
+
+def over_time(runs: Sequence[Run], value: Value) -> Line:
+    """As over epochs, every epoch at its mean time: where all runs finish, the line ends with their means."""
+    times = epoch_times(runs)
+    line = _line(sorted(times), _by_epoch(runs, value))
+    return line._replace(x=[times[epoch] for epoch in line.x])
+
+
+def epoch_times(runs: Sequence[Run]) -> dict[float, float]:
+    """Mean seconds of training up to every epoch, of the runs that got farthest; so they never go back."""
+    farthest = max((run.epochs[-1].epoch for run in runs if run.epochs), default=0)
+    whole = [run for run in runs if run.epochs and run.epochs[-1].epoch == farthest]
+    found = _by_epoch(whole, lambda epoch: epoch.seconds)
+    return {epoch: math.fsum(seconds) / len(seconds) for epoch, seconds in found.items()}
+
+
+def _by_epoch(runs: Sequence[Run], value: Value) -> dict[float, list[float]]:
+    found: dict[float, list[float]] = {}
+    for run in runs:
+        for epoch in run.epochs:
+            found.setdefault(float(epoch.epoch), []).append(value(epoch))
+    return found
+
+
+def _line(places: Sequence[float], values: Mapping[float, list[float]]) -> Line:
+    """Mean and band at every place; numbers that are not finite are left out."""
+    line = Line([], [], [], [])
+    for x in places:
+        found = spread([number for number in values[x] if math.isfinite(number)])
+        if found is None:
+            continue
+        deviation = found.deviation or 0.0
+        line.x.append(x)
+        line.mean.append(found.mean)
+        line.low.append(max(found.mean - deviation, LOWEST * found.mean))
+        line.high.append(found.mean + deviation)
+    return line

@@ -7,10 +7,16 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from tekfac.lab.clock import PARTS
-from tekfac.lab.report.cells import (
+from tekfac.lab.optimizers import display, position
+from tekfac.lab.report.summary import GroupSummary, Spread, TaskSummary
+from tekfac.lab.report.table_formats import Table
+from tekfac.lab.report.words import (
+    COMPARABLE,
     NOTHING,
+    Measure,
     accuracy,
     best_places,
+    comparison_notes,
     count,
     duration,
     loss,
@@ -18,11 +24,8 @@ from tekfac.lab.report.cells import (
     median_of_all,
     reached,
     seconds_or_ms,
+    time_notes,
 )
-from tekfac.lab.report.names import display, position
-from tekfac.lab.report.rendering import Table
-from tekfac.lab.report.summary import GroupSummary, Spread, TaskSummary
-from tekfac.lab.report.wording import COMPARABLE, Measure, comparison_notes, time_notes
 
 Paper = Mapping[tuple[str, str, str], str]
 """(data, model, optimizer) to the accuracy that the paper prints, in percent."""

@@ -1,4 +1,4 @@
-"""A report written: the page, its tables, all numbers, and the figures in three formats."""
+"""A report written: the page, its tables, all numbers, and the figures in three formats; its tables printed."""
 
 from __future__ import annotations
 
@@ -7,16 +7,53 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from tekfac.common.console import output
+from tekfac.common.extras import require
 from tekfac.common.files import write_text
 from tekfac.lab.report import figures, tables
-from tekfac.lab.report.details import origins
 from tekfac.lab.report.drawing import Drawing, save, settle
-from tekfac.lab.report.page import Part, page
-from tekfac.lab.report.rendering import Table, slug, to_csv, to_latex, to_markdown
-from tekfac.lab.report.runs import Run
-from tekfac.lab.report.sensitivity import swept
+from tekfac.lab.report.page import Part, origins, page
+from tekfac.lab.report.runs import Run, find_runs
 from tekfac.lab.report.summary import TaskSummary, summarise
-from tekfac.lab.report.wording import alternative, lead
+from tekfac.lab.report.sweep_figures import swept
+from tekfac.lab.report.table_formats import Table, slug, to_csv, to_latex, to_markdown, to_rich
+from tekfac.lab.report.words import alternative, lead
+
+
+def require_reports() -> None:
+    """Say now, before any work is done, if a package is missing that its report will need."""
+    for package in ("rich", "matplotlib", "jinja2"):
+        require(package, "A report")
+
+
+def present(
+    folders: Sequence[Path],
+    out: Path,
+    *,
+    title: str,
+    command: str,
+    target: float | None = None,
+    extra_tables: Sequence[Table] = (),
+    paper: tables.Paper | None = None,
+    notes: Sequence[str] = (),
+) -> None:
+    """Write the report of the runs in some folders (see write_report) and print its tables."""
+    runs = find_runs(folders)
+    write_report(
+        runs,
+        out,
+        title=title,
+        target=target,
+        extra_tables=extra_tables,
+        paper=paper,
+        notes=notes,
+        command=command,
+    )
+    console, summaries = output(), summarise(runs, target)
+    overall = [tables.accuracies(summaries, paper)] if paper or len(summaries) > 1 else []
+    for table in [*map(tables.brief, summaries), *overall, *extra_tables]:
+        console.print(to_rich(table))
+    console.print(f"The page is {out / 'report.html'}", markup=False, soft_wrap=True)
 
 
 def write_report(

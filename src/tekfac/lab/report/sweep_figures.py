@@ -6,13 +6,12 @@ import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from tekfac.lab.report.cells import in_percent
-from tekfac.lab.report.drawing import Drawing, empty, legend, looks, style
-from tekfac.lab.report.figures import MOST_NAMED, draw, shades, shown
-from tekfac.lab.report.grouping import differing, plain, words
-from tekfac.lab.report.lines import over_epochs
-from tekfac.lab.report.names import display, position
-from tekfac.lab.report.summary import GroupSummary, TaskSummary
+from tekfac.lab.optimizers import display, position
+from tekfac.lab.report.drawing import MOST_NAMED, Drawing, draw, empty, legend, looks, shades, style
+from tekfac.lab.report.figures import shown
+from tekfac.lab.report.runs import differing, plain, words
+from tekfac.lab.report.summary import GroupSummary, TaskSummary, over_epochs
+from tekfac.lab.report.words import in_percent
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

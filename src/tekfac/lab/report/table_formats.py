@@ -1,4 +1,4 @@
-"""A table as Markdown, LaTeX, HTML, CSV, or for the terminal."""
+"""A table, and its form in Markdown, LaTeX, CSV and the terminal; that in HTML is in page.html."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import io
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from html import escape
 from typing import TYPE_CHECKING
 
 from tekfac.common.extras import require
@@ -105,18 +104,6 @@ def to_latex(table: Table) -> str:
     )
 
 
-def to_html(table: Table) -> str:
-    """A `table` with a caption and named rows and columns, and its notes."""
-    head = "".join(f'<th scope="col">{escape(name)}</th>' for name in table.header)
-    body = "\n".join(_html_row(table, index) for index in range(len(table.rows)))
-    notes = "".join(f'<p class="note">{escape(note)}</p>\n' for note in table.notes)
-    return (
-        f'<div class="scroll" role="region" tabindex="0" aria-label="{escape(table.title)}">\n<table>\n'
-        f"<caption>{escape(table.title)}</caption>\n<thead><tr>{head}</tr></thead>\n<tbody>\n{body}\n</tbody>\n"
-        f"</table>\n</div>\n{notes}"
-    )
-
-
 def to_csv(table: Table) -> str:
     """Header and rows alone."""
     text = io.StringIO()
@@ -150,14 +137,6 @@ def latex(text: str) -> str:
 def slug(text: str) -> str:
     """Letters that are safe in the name of a file and in a label."""
     return re.sub(r"[^a-z0-9.]+", "-", text.lower()).strip("-.") or "task"
-
-
-def _html_row(table: Table, index: int) -> str:
-    name, *cells = (
-        f"<strong>{escape(cell)}</strong>" if (index, column) in table.bold else escape(cell)
-        for column, cell in enumerate(table.rows[index])
-    )
-    return f'<tr><th scope="row">{name}</th>{"".join(f"<td>{cell}</td>" for cell in cells)}</tr>'
 
 
 def _markdown(text: str) -> str:
