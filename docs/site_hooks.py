@@ -3,6 +3,7 @@
 * README, changelog and the page for contributors are pages of the site, too, and are written only once.
 * A link to a file that is no page (a source, an example) becomes the file's name.
 * A formula becomes MathML, which browsers draw by themselves: without a script, a font or a network.
+* A page that would load something from elsewhere is an error.
 """
 
 from __future__ import annotations
@@ -29,6 +30,9 @@ PAGES_FROM_ROOT = {
 
 LINK = re.compile(r"\[(?P<text>[^\]]*)\]\((?P<target>[^)#:\s]+)(?P<anchor>#[^)\s]*)?\)")
 BAR = "<mo>&#x02016;</mo>"  # of a norm; browsers would stretch the left one and the right one differently
+LOADED = re.compile(
+    r"""<(?:script|img|iframe|link)\b[^>]*\b(?:src|href)=["']?(?P<url>(?:https?:)?//[^"'\s>]+)"""
+)
 FORMULA = re.compile(r'<(span|div) class="arithmatex">\s*\\[(\[](?P<tex>.*?)\\[)\]]\s*</\1>', re.DOTALL)
 
 
@@ -72,3 +76,11 @@ def on_page_content(html_text: str, /, page: Page, config: MkDocsConfig, files: 
         return mathml if inline else f'<div class="formula">{mathml}</div>'
 
     return FORMULA.sub(drawn, html_text)
+
+
+def on_post_page(output: str, page: Page, config: MkDocsConfig) -> str:
+    """Hold the promise that the site is read without a network."""
+    loaded = LOADED.search(output)
+    if loaded:
+        raise PluginError(f"{page.file.src_uri} would load {loaded['url']}. Keep a copy, or do without it.")
+    return output
