@@ -17,6 +17,7 @@ from torch.nn.functional import cross_entropy
 import tekfac
 from dense import METHODS, every_method
 from tekfac.cli.main import main
+from tekfac.explanation import HEADER, Explanation
 from tekfac.optim.natural_gradient import NaturalGradient
 
 EVERY_METHOD = [method.__name__.lower() for method in METHODS]
@@ -50,7 +51,7 @@ def everything() -> Everything:
     return Everything()
 
 
-def told(model: nn.Module, **settings: Any) -> tekfac.explaining.Explanation:
+def told(model: nn.Module, **settings: Any) -> Explanation:
     return tekfac.explain(model, file=None, **settings)
 
 
@@ -127,7 +128,7 @@ def test_it_is_printed_and_returned() -> None:
     explanation = tekfac.explain(everything(), file=file)
     assert file.getvalue() == f"{explanation}\n"
     lines = file.getvalue().splitlines()
-    assert lines[0].split() == list(tekfac.explaining.HEADER)
+    assert lines[0].split() == list(HEADER)
     assert any(line.startswith("attention.out_proj") for line in lines)
     assert "By momentum SGD on the raw gradient:" in lines
     assert repr(explanation).startswith("Explanation(TEKFAC: 9 layers with ")
@@ -222,13 +223,13 @@ def network(tmp_path: Path) -> Path:
 
 
 def test_the_command_prints_the_same_table(network: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["explain", f"{network}:make", "--method", "kfac", "--max-dim", "4"]) == 0
+    assert main(["explain", "--model", f"{network}:make", "--method", "kfac", "--max-dim", "4"]) == 0
     model = nn.Sequential(nn.Linear(6, 5), nn.PReLU(), nn.Linear(5, 3))
     assert capsys.readouterr().out == f"{told(model, method='kfac', max_dim=4)}\n"
 
 
 def test_the_command_gives_json(network: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["explain", f"{network}:make", "--json", "--first-order", "0"]) == 0
+    assert main(["explain", "--model", f"{network}:make", "--json", "--first-order", "0"]) == 0
     data = json.loads(capsys.readouterr().out)
     assert [layer["name"] for layer in data["layers"]] == ["2"]
     assert {p["name"] for p in data["first_order"]} == {"0.weight", "0.bias", "1.weight"}
@@ -236,9 +237,9 @@ def test_the_command_gives_json(network: Path, capsys: pytest.CaptureFixture[str
 
 
 def test_the_command_says_what_is_wrong(network: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["explain", f"{network}:number"]) == 1
-    assert "returned a int. Expected a network" in capsys.readouterr().err
-    assert main(["explain", f"{network}:mak"]) == 1
+    assert main(["explain", "--model", f"{network}:number"]) == 1
+    assert "returned a int. Expected an nn.Module" in capsys.readouterr().err
+    assert main(["explain", "--model", f"{network}:mak"]) == 1
     assert "Did you mean 'make'?" in capsys.readouterr().err
 
 
@@ -248,7 +249,7 @@ def test_the_command_needs_torch_alone(network: Path) -> None:
         "import sys\n"
         "sys.modules.update(dict.fromkeys(['numpy', 'rich', 'matplotlib', 'scipy', 'sklearn', 'optuna']))\n"
         "from tekfac.cli.main import main\n"
-        f"sys.exit(main(['explain', {f'{network}:make'!r}]))"
+        f"sys.exit(main(['explain', '--model', {f'{network}:make'!r}]))"
     )
     finished = subprocess.run([sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True)
     assert finished.returncode == 0, finished.stderr

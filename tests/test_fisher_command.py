@@ -63,11 +63,9 @@ def user(tmp_path: Path) -> Path:
     return path
 
 
-def run(user: Path, *arguments: str, network: str = "make", data: str = "loader") -> int:
+def run(user: Path, *arguments: str, model: str = "make", data: str = "loader") -> int:
     out = str(user.parent / "out")
-    return main(
-        ["fisher", "--network", f"{user}:{network}", "--data", f"{user}:{data}", "--out", out, *arguments]
-    )
+    return main(["fisher", "--model", f"{user}:{model}", "--data", f"{user}:{data}", "--out", out, *arguments])
 
 
 def test_a_network_and_data_give_a_table_files_and_figures(
@@ -118,7 +116,7 @@ def test_the_samples_are_counted_and_the_rest_is_left_out(user: Path) -> None:
 def test_large_layers_are_measured_by_probes(user: Path, capsys: pytest.CaptureFixture[str]) -> None:
     layers = "nn.Flatten(), nn.Linear(16, 300), nn.ReLU(), nn.Linear(300, 4)"
     user.write_text(f"{SOURCE}\ndef wide():\n    return nn.Sequential({layers})\n")
-    assert run(user, "--exact-memory", "1", network="wide") == 0
+    assert run(user, "--exact-memory", "1", model="wide") == 0
     printed = capsys.readouterr().out
     assert "probes" in printed
     assert "[0." in printed
@@ -161,9 +159,9 @@ def test_bad_input_is_said_in_one_line(
 
 
 @pytest.mark.parametrize(
-    ("network", "data", "named"),
+    ("model", "data", "named"),
     [
-        ("nets", "loader", "has no function 'nets' for --network. Expected one of make, loader"),
+        ("nets", "loader", "has no function 'nets' for model. Expected one of make, loader"),
         ("no_network", "loader", "returned a int. Expected an nn.Module"),
         ("make", "nothing", "The loader is empty"),
         ("make", "once", "returned a generator. Expected batches that can be read several times"),
@@ -171,19 +169,19 @@ def test_bad_input_is_said_in_one_line(
     ],
 )
 def test_a_bad_source_is_said_in_one_line(
-    user: Path, network: str, data: str, named: str, capsys: pytest.CaptureFixture[str]
+    user: Path, model: str, data: str, named: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert run(user, network=network, data=data) == 1
+    assert run(user, model=model, data=data) == 1
     assert named in capsys.readouterr().err
 
 
 def test_sources_that_cannot_be_found_are_named(user: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for arguments, named in (
-        (["--network", "no.such:thing", "--data", f"{user}:loader"], "Cannot import 'no.such' for --network"),
-        (["--network", "nets.py:thing", "--data", f"{user}:loader"], "no file 'nets.py'"),
-        (["--network", "thing", "--data", f"{user}:loader"], "Expected package.module:function"),
-        (["--network", f"{user}:make"], "--network needs --data"),
-        (["--data", f"{user}:loader"], "--data needs --network"),
+        (["--model", "no.such:thing", "--data", f"{user}:loader"], "Cannot import 'no.such' for model"),
+        (["--model", "nets.py:thing", "--data", f"{user}:loader"], "no file 'nets.py'"),
+        (["--model", "thing", "--data", f"{user}:loader"], "Unknown model: 'thing'"),
+        (["--model", f"{user}:make"], "--model needs --data"),
+        (["--data", f"{user}:loader"], "--data needs --model"),
     ):
         assert main(["fisher", *arguments]) == 1
         assert named in capsys.readouterr().err
@@ -216,7 +214,7 @@ def test_a_missing_package_is_named_with_its_extra(
 def test_the_command_is_installed_and_can_be_asked_for_help() -> None:
     for command in ([sys.executable, "-m", "tekfac"], [str(Path(sys.executable).parent / "tekfac")]):
         out = subprocess.run([*command, "fisher", "--help"], capture_output=True, text=True, check=True).stdout
-        assert "--network" in out
+        assert "--model" in out
         assert "--state" in out
 
 
@@ -239,25 +237,25 @@ def test_a_whole_model_as_checkpoint_is_refused(user: Path, capsys: pytest.Captu
 
 
 def test_a_layer_without_gradients_is_left_out_of_the_figures(user: Path) -> None:
-    assert run(user, network="zero") == 0
+    assert run(user, model="zero") == 0
     assert (user.parent / "out" / "spectra.png").exists()
 
 
 def test_a_users_file_may_import_its_neighbours_when_it_is_called(user: Path) -> None:
     (user.parent / "neighbour.py").write_text("from mine import make\n")
-    assert run(user, "--no-figures", network="imports_later") == 0
+    assert run(user, "--no-figures", model="imports_later") == 0
 
 
 def test_modules_of_the_current_folder_are_found(user: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (user.parent / "nearby_nets.py").write_text(SOURCE)
     monkeypatch.chdir(user.parent)
-    sources = ["--network", "nearby_nets:make", "--data", "nearby_nets:loader"]
+    sources = ["--model", "nearby_nets:make", "--data", "nearby_nets:loader"]
     assert main(["fisher", *sources, "--no-figures", "--out", "here"]) == 0
     assert (user.parent / "here" / "comparison.csv").exists()
 
 
 def test_debug_shows_where(user: Path) -> None:
-    sources = ["--network", f"{user}:breaks", "--data", f"{user}:loader", "--out", str(user.parent / "out")]
+    sources = ["--model", f"{user}:breaks", "--data", f"{user}:loader", "--out", str(user.parent / "out")]
     with pytest.raises(RuntimeError, match="mat1 and mat2"):
         main(["--debug", "fisher", *sources])
 
@@ -265,7 +263,7 @@ def test_debug_shows_where(user: Path) -> None:
 def test_the_report_says_the_command(user: Path) -> None:
     assert run(user, "--no-figures", "--samples", "5") == 0
     plain = json.loads((user.parent / "out" / "comparison.json").read_text(encoding="utf-8"))
-    assert plain["command"].startswith("tekfac fisher --network")
+    assert plain["command"].startswith("tekfac fisher --model")
     assert plain["command"].endswith("--no-figures --samples 5")
 
 
@@ -283,7 +281,7 @@ def test_a_closed_pipe_ends_it_quietly(user: Path) -> None:
         "-m",
         "tekfac",
         "fisher",
-        "--network",
+        "--model",
         f"{user}:make",
         "--data",
         f"{user}:loader",

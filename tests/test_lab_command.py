@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from tekfac.cli.main import main
+from tekfac.cli import run_arguments
+from tekfac.cli.main import main, parser_of
 from tekfac.lab import pool, recipes, sweeping
 from tekfac.lab.config import RunConfig
 from tekfac.lab.run_folder import RunFolder
@@ -113,23 +114,8 @@ def test_arguments_go_before_the_file() -> None:
 
 
 def test_fewer_epochs_keep_the_shares_of_the_schedule(in_process: list[RunConfig]) -> None:
-    from tekfac.cli import arguments
-
-    options = arguments_of("compare", "--data", "cifar10", "--recipe", "paper", "--epochs", "10")
-    assert (arguments.task(options).epochs, arguments.task(options).decay_every) == (10, 4)
-
-
-def arguments_of(command: str, *given: str) -> Any:
-    import argparse
-
-    from tekfac.cli import compare, reproduce, sweep
-    from tekfac.cli import train as train_command
-
-    parser = argparse.ArgumentParser()
-    commands = parser.add_subparsers()
-    for module in (compare, reproduce, sweep, train_command):
-        module.add_to(commands)
-    return parser.parse_args([command, *given])
+    options = parser_of("compare").parse_args(["--data", "cifar10", "--recipe", "paper", "--epochs", "10"])
+    assert (run_arguments.task(options).epochs, run_arguments.task(options).decay_every) == (10, 4)
 
 
 # -- compare and sweep ---------------------------------------------------------------------------------------
@@ -154,12 +140,10 @@ def test_a_comparison_is_a_table_and_a_page(
 
 
 def test_the_default_is_digits_six_optimizers_and_three_seeds() -> None:
-    from tekfac.cli import arguments
-
-    options = arguments_of("compare")
-    assert arguments.task(options) == recipes.digits()
-    assert arguments.optimizers(options) == ["sgdm", "adam", "kfac", "ekfac", "tkfac", "tekfac"]
-    assert arguments.seeds(options) == [0, 1, 2]
+    options = parser_of("compare").parse_args([])
+    assert run_arguments.task(options) == recipes.digits()
+    assert run_arguments.optimizers(options) == ["sgdm", "adam", "kfac", "ekfac", "tkfac", "tekfac"]
+    assert run_arguments.seeds(options) == [0, 1, 2]
 
 
 def test_a_sweep_is_followed_by_a_comparison_of_its_best(

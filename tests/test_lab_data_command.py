@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import hashlib
 from dataclasses import replace
 from pathlib import Path
@@ -10,16 +9,14 @@ from pathlib import Path
 import pytest
 
 from lab_data import SHARED, classes, write_set
-from tekfac.cli import data
+from tekfac.cli.main import parser_of
 from tekfac.lab.data.catalogue import CIFAR10, CIFAR100, KNOWN, SVHN
 from tekfac.lab.data.checking import DIFFERS, OFFICIAL, UNKNOWN, check, check_place
 from tekfac.lab.data.places import Place
 
 
 def run(*arguments: str) -> None:
-    parser = argparse.ArgumentParser()
-    data.add_to(parser.add_subparsers(required=True))
-    options = parser.parse_args(["data", *arguments])
+    options = parser_of("data").parse_args(arguments)
     options.run(options)
 
 

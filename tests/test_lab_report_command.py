@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import argparse
 from pathlib import Path
 
 import pytest
 
 from lab_runs import write_run
-from tekfac.cli.report import add_to
+from tekfac.cli.main import parser_of
 
 
 def run(*arguments: str) -> None:
     """The command as the main program calls it."""
-    parser = argparse.ArgumentParser()
-    add_to(parser.add_subparsers())
-    options = parser.parse_args(["report", *arguments])
+    options = parser_of("report").parse_args(arguments)
     options.command_line = "tekfac report ..."
     options.run(options)
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import argparse
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
-from tekfac.cli import arguments
+from tekfac.cli import run_arguments
+from tekfac.cli.parsing import pair
 from tekfac.lab import recipes
 from tekfac.lab.config import RunConfig
 from tekfac.lab.grids import Point
@@ -30,29 +30,23 @@ What was interrupted goes on when the same command is given again.
 """
 
 
-def add_to(commands: Any) -> None:
-    """Declare the command."""
-    parser = commands.add_parser(
-        "compare",
-        help="train with several optimizers and compare them",
-        description=DESCRIPTION,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    arguments.add_task(parser)
-    arguments.add_optimizers(parser, "3")
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the command's run_arguments."""
+    run_arguments.add_task(parser)
+    run_arguments.add_optimizers(parser, "3")
     parser.add_argument(
         "--lr",
         action="append",
         default=[],
         metavar="[NAME:]VALUE",
-        help="learning rate, of one optimizer or all",
+        help="learning rate, of one optimizer or all (default: the recipe's)",
     )
     parser.add_argument(
         "--option",
         action="append",
         default=[],
         metavar="[NAME:]KEY=VALUE",
-        help="any other setting, of one optimizer or all",
+        help="any other setting, of one optimizer or all (default: the recipe's)",
     )
     parser.add_argument(
         "--tuned", type=Path, metavar="SWEEP", help="settings that did best in a finished sweep"
@@ -63,8 +57,8 @@ def add_to(commands: Any) -> None:
         metavar="PERCENT",
         help="accuracy that is timed (default: chosen by the outcome)",
     )
-    arguments.add_jobs(parser)
-    arguments.add_manner(parser, "comparison")
+    run_arguments.add_jobs(parser)
+    run_arguments.add_manner(parser, "comparison")
     parser.set_defaults(run=run)
 
 
@@ -72,12 +66,12 @@ def run(options: argparse.Namespace) -> None:
     """Run everything, then report."""
     require_reports()
     tuned = {} if options.tuned is None else best(read_trials(options.tuned))
-    names = arguments.optimizers(options, [name for name in FACTORIES if name in tuned] or COMPARED)
+    names = run_arguments.optimizers(options, [name for name in FACTORIES if name in tuned] or COMPARED)
     base = _base(options)
     points = _points(options, base, names, tuned)
-    seeds = arguments.seeds(options)
+    seeds = run_arguments.seeds(options)
     configs = recipes.configs(base, points, seeds)
-    folders = run_configs(configs, options.out, arguments.manner(options), "All runs")
+    folders = run_configs(configs, options.out, run_arguments.manner(options), "All runs")
     present(
         folders,
         options.out,
@@ -90,9 +84,9 @@ def run(options: argparse.Namespace) -> None:
 
 def _base(options: argparse.Namespace) -> RunConfig:
     if options.tuned is None:
-        return arguments.task(options)
-    arguments.refuse(options, ["recipe"], "the settings come from --tuned")
-    return arguments.over(read_base(options.tuned), options)
+        return run_arguments.task(options)
+    run_arguments.refuse(options, ["recipe"], "the settings come from --tuned")
+    return run_arguments.over(read_base(options.tuned), options)
 
 
 def _origin(tuned: Mapping[str, Trial], *, changed: bool) -> list[str]:
@@ -106,15 +100,15 @@ def _origin(tuned: Mapping[str, Trial], *, changed: bool) -> list[str]:
 def _points(
     options: argparse.Namespace, base: RunConfig, names: list[str], tuned: Mapping[str, Trial]
 ) -> list[Point]:
-    rates = arguments.by_optimizer(options.lr, names, "--lr")
-    settings = arguments.by_optimizer(options.option, names, "--option")
+    rates = run_arguments.by_optimizer(options.lr, names, "--lr")
+    settings = run_arguments.by_optimizer(options.option, names, "--option")
     points = []
     for name in names:
         if options.tuned is not None and name not in tuned:
             raise ValueError(
                 f"The sweep {str(options.tuned)!r} has not tried {name}. It has {', '.join(tuned)}."
             )
-        point = tuned[name].point if tuned else arguments.point(options, base, name)
-        rate = arguments.rate(rates[name][-1], "--lr") if rates[name] else None
-        points.append(arguments.changed(point, rate, dict(arguments.pair(text) for text in settings[name])))
+        point = tuned[name].point if tuned else run_arguments.point(options, base, name)
+        rate = run_arguments.rate(rates[name][-1], "--lr") if rates[name] else None
+        points.append(run_arguments.changed(point, rate, dict(pair(text) for text in settings[name])))
     return points

@@ -16,15 +16,23 @@ from tekfac.lab.data.places import VARIABLE, default_folder, place_in
 COLOURS = {"good": "green", "partial": "yellow", "damaged": "red"}
 
 
-def add_to(commands: Any) -> None:
-    """Declare the command."""
-    parser = commands.add_parser("data", help="data sets: list, check and fetch them")
+DESCRIPTION = """\
+Which data sets there are, whether files are whole, and how to get them.
+
+  tekfac data list
+  tekfac data check DIR
+  tekfac data fetch cifar10
+"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the command's actions."""
     actions = parser.add_subparsers(title="actions", required=True, metavar="ACTION")
     listing = actions.add_parser("list", help="the data sets, and which of them are here")
     listing.set_defaults(run=run_list)
     checking = actions.add_parser("check", help="read all data in a folder and say whether they are whole")
     checking.add_argument("folder", type=Path, metavar="DIR", help="holds a data set, or folders of several")
-    checking.add_argument("--name", metavar="NAME", help="check this set only")
+    checking.add_argument("--name", metavar="NAME", help="check this set only (default: all that are found)")
     checking.set_defaults(run=run_check)
     fetching = actions.add_parser("fetch", help="download an official data set, check and unpack it")
     fetching.add_argument("name", metavar="NAME", help="cifar10, cifar100 or svhn")
@@ -32,7 +40,9 @@ def add_to(commands: Any) -> None:
         "--to", type=Path, metavar="DIR", help=f"folder (default: ${VARIABLE}, or ~/.cache/tekfac/data)"
     )
     fetching.add_argument("--layout", choices=("python", "binary"), help="of CIFAR's files (default: python)")
-    fetching.add_argument("--mirror", metavar="URL", help="fetch the same files from another address")
+    fetching.add_argument(
+        "--mirror", metavar="URL", help="fetch the same files from another address (default: the official one)"
+    )
     fetching.add_argument("--quiet", action="store_true", help="no progress bar")
     fetching.set_defaults(run=run_fetch)
 

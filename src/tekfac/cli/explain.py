@@ -6,12 +6,9 @@ import argparse
 import json
 import sys
 from dataclasses import asdict
-from typing import Any
-
-from torch import nn
 
 from tekfac import methods
-from tekfac.common.user_code import find_function
+from tekfac.cli.model_arguments import add_images, add_model, made
 from tekfac.explanation import explain
 from tekfac.layers.side_forms import DEFAULT_MAX_DIM, LARGE_DIMS
 
@@ -19,28 +16,30 @@ DESCRIPTION = """\
 What an optimizer would do with a network: a table of its layers, with the form of their blocks, the memory that
 their curvature takes and the cost of a refresh; and what is left to first order, and why.
 
-  tekfac explain nets.py:make --max-dim 2048
+  tekfac explain --model nets.py:make --max-dim 2048
+  tekfac explain --model resnet20 --channels 3 --classes 10 --method kfac
 """
 
 
-def add_to(commands: Any) -> None:
-    """Declare the command."""
-    parser = commands.add_parser(
-        "explain",
-        help="what an optimizer would do with a network, layer by layer",
-        description=DESCRIPTION,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument(
-        "network", metavar="WHERE", help="package.module:function or file.py:function that returns the network"
-    )
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the command's arguments."""
+    model = parser.add_argument_group("the model")
+    add_model(model, default=None)
+    add_images(model)
+    optimizer = parser.add_argument_group("the optimizer")
     names = [method.name.lower() for method in methods.ALL]
-    parser.add_argument("--method", choices=names, default=names[-1], help="default: %(default)s")
-    parser.add_argument(
-        "--max-dim", type=int, default=DEFAULT_MAX_DIM, metavar="D", help="default: %(default)s"
+    optimizer.add_argument("--method", choices=names, default=names[-1], help="which of the four")
+    optimizer.add_argument(
+        "--max-dim",
+        type=int,
+        default=DEFAULT_MAX_DIM,
+        metavar="D",
+        help="inputs or outputs of a layer beyond which that side of its block takes a cheaper form",
     )
-    parser.add_argument("--large-dims", choices=LARGE_DIMS, default=LARGE_DIMS[0], help="default: %(default)s")
-    parser.add_argument(
+    optimizer.add_argument(
+        "--large-dims", choices=LARGE_DIMS, default=LARGE_DIMS[0], help="which form that side then takes"
+    )
+    optimizer.add_argument(
         "--first-order", nargs="+", default=[], metavar="NAME", help="modules or parameters to leave out"
     )
     parser.add_argument("--json", action="store_true", help="the same as JSON")
@@ -49,13 +48,10 @@ def add_to(commands: Any) -> None:
 
 def run(options: argparse.Namespace) -> None:
     """Make the network and explain it."""
-    model = find_function(options.network, "the network")()
-    if not isinstance(model, nn.Module):
-        raise ValueError(
-            f"{options.network!r} returned a {type(model).__name__}. Expected a network (nn.Module)."
-        )
+    if options.model is None:
+        raise ValueError("There is no model to explain. Add --model NAME, such as --model nets.py:make.")
     explanation = explain(
-        model,
+        made(options),
         method=options.method,
         file=None if options.json else sys.stdout,
         max_dim=options.max_dim,

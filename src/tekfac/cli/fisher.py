@@ -15,8 +15,11 @@ from torch import nn
 
 from tekfac.capture.hooks import FISHER_KINDS
 from tekfac.cli import fisher_demo
-from tekfac.cli.fisher_sources import Limited, batches, distinct, load_state, made_by
+from tekfac.cli.fisher_sources import Limited, batches, distinct, load_state
+from tekfac.cli.model_arguments import add_images, add_model, made
+from tekfac.cli.parsing import positive
 from tekfac.common.extras import require
+from tekfac.common.user_code import find_function
 from tekfac.fisher import figures
 from tekfac.fisher.approximation import Approximation
 from tekfac.fisher.compare_to_exact import ALL_METHODS, DEFAULT_EXACT_MEMORY, DEFAULT_PROBES, compare
@@ -28,7 +31,6 @@ from tekfac.lab.data.digits import read_digits
 from tekfac.layers.inventory import take_inventory
 from tekfac.likelihoods import LIKELIHOODS
 
-DIGITS = "digits"
 EPOCHS = (0, 1, 2, 4, 8)
 HEAT_MAP_ROWS = 400
 
@@ -39,41 +41,34 @@ DESCRIPTION = """\
 How good KFAC, EKFAC, TKFAC and TEKFAC approximate the Fisher blocks of a network: trace, Frobenius error and
 the angle between preconditioned gradients, layer by layer, against the exact blocks.
 
-Without a network it trains a small CNN on scikit-learn's digits and looks at it along its training. With one,
+Without a model it trains a small CNN on scikit-learn's digits and looks at it along its training. With one,
 give the data it is to be measured on and, if you have them, checkpoints of its training:
 
-  tekfac fisher --network nets.py:make --data data.py:loader --state run/epoch1.pt run/epoch9.pt
+  tekfac fisher --model nets.py:make --data data.py:loader --state run/epoch1.pt run/epoch9.pt
 """
 
 
-def add_to(commands: Any) -> None:
-    """Declare the command."""
-    parser = commands.add_parser(
-        "fisher",
-        help="how good the approximations are on a network",
-        description=DESCRIPTION,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the command's arguments."""
     source = parser.add_argument_group("what is looked at")
+    add_model(source, default="a small CNN that is trained on digits")
+    add_images(source)
     source.add_argument(
-        "--network",
-        default=DIGITS,
+        "--data",
         metavar="WHERE",
-        help="package.module:function or file.py:function that returns the network (default: the digits CNN)",
-    )
-    source.add_argument(
-        "--data", metavar="WHERE", help="such a function that returns batches (inputs, targets): a DataLoader"
+        help="a function of yours that returns batches (inputs, targets), such as a DataLoader: "
+        "package.module:function or file.py:function (default: digits, for the CNN trained on them)",
     )
     source.add_argument(
         "--state",
         nargs="+",
         default=[],
         metavar="FILE",
-        help="checkpoints of the network, as it was trained",
+        help="checkpoints of the model, as it was trained",
     )
-    source.add_argument("--layers", nargs="+", metavar="NAME", help="only these layers")
+    source.add_argument("--layers", nargs="+", metavar="NAME", help="only these layers (default: all)")
     source.add_argument(
-        "--samples", type=_positive, default=512, help="use so many samples of the data (default: %(default)s)"
+        "--samples", type=positive, default=512, metavar="N", help="use so many samples of the data"
     )
     how = parser.add_argument_group("how")
     how.add_argument(
@@ -83,26 +78,24 @@ def add_to(commands: Any) -> None:
         metavar="METHOD",
         help="kfac, ekfac, tkfac, tekfac; kfac:reduce for another sharing (default: all four)",
     )
-    how.add_argument("--fisher", choices=FISHER_KINDS, default="exact", help="default: %(default)s")
-    how.add_argument("--likelihood", choices=LIKELIHOODS, default="categorical", help="default: %(default)s")
+    how.add_argument("--fisher", choices=FISHER_KINDS, default="exact", help="where labels come from")
+    how.add_argument("--likelihood", choices=LIKELIHOODS, default="categorical", help="of the targets")
     how.add_argument(
         "--damping", type=float, help="of the preconditioned gradients (default: tr F / d of each layer)"
     )
-    how.add_argument("--float32", action="store_true", help="compute in single precision (default: double)")
+    how.add_argument("--float32", action="store_true", help="compute in single precision, not in double")
     how.add_argument(
         "--exact-memory",
-        type=_positive,
+        type=positive,
         default=DEFAULT_EXACT_MEMORY >> 20,
         metavar="MiB",
-        help="for exact blocks; a layer that needs more is measured by probes (default: %(default)s)",
+        help="for exact blocks; a layer that needs more is measured by probes",
     )
-    how.add_argument(
-        "--probes", type=_positive, default=DEFAULT_PROBES, help="for such layers (default: %(default)s)"
-    )
-    how.add_argument("--seed", type=int, default=0, help="default: %(default)s")
+    how.add_argument("--probes", type=positive, default=DEFAULT_PROBES, metavar="N", help="for such layers")
+    how.add_argument("--seed", type=int, default=0, metavar="N", help="of the model, drawn labels and probes")
     out = parser.add_argument_group("what comes out")
     out.add_argument(
-        "--out", type=Path, default=Path("fisher-report"), metavar="DIR", help="folder (default: %(default)s)"
+        "--out", type=Path, default=Path("fisher-report"), metavar="DIR", help="folder that is written to"
     )
     out.add_argument("--heat-map", metavar="LAYER", help="layer to draw as matrices (default: the smallest)")
     out.add_argument("--no-figures", action="store_true", help="table and files only")
@@ -154,10 +147,10 @@ def run(options: argparse.Namespace) -> None:
 
 def _check(options: argparse.Namespace) -> None:
     """What can be known to fail before any work is done."""
-    if options.network != DIGITS and options.data is None:
-        raise ValueError("--network needs --data: a function that returns batches (inputs, targets).")
-    if options.network == DIGITS and options.data is not None:
-        raise ValueError("--data needs --network: a function that returns the network it is data of.")
+    if options.model is not None and options.data is None:
+        raise ValueError("--model needs --data: a function that returns batches (inputs, targets).")
+    if options.model is None and options.data is not None:
+        raise ValueError("--data needs --model: the network it is data of.")
     for name in options.methods:
         Approximation.named(name)
     if not options.no_figures:
@@ -177,7 +170,7 @@ def _check_heat_map(options: argparse.Namespace, model: nn.Module) -> None:
 def _data(options: argparse.Namespace) -> Iterable[Any]:
     if options.data is None:
         return batches(*read_digits(), size=128)
-    loader = made_by(options.data, "--data")
+    loader = find_function(options.data, "--data")()
     if isinstance(loader, Iterator) or not isinstance(loader, Iterable):
         raise ValueError(
             f"--data {options.data} returned a {type(loader).__name__}. Expected batches that can be read "
@@ -189,16 +182,12 @@ def _data(options: argparse.Namespace) -> Iterable[Any]:
 def _points(options: argparse.Namespace, dtype: torch.dtype) -> Points:
     """The network at each of its checkpoints; the digits CNN along its training, if it has none."""
     torch.manual_seed(options.seed)
-    model = fisher_demo.network() if options.network == DIGITS else made_by(options.network, "--network")
-    if not isinstance(model, nn.Module):
-        kind = type(model).__name__
-        raise ValueError(f"--network {options.network} returned a {kind}. Expected an nn.Module.")
-    model = model.to(dtype)
+    model = (fisher_demo.network() if options.model is None else made(options)).to(dtype)
     if options.state:
         for name, path in zip(distinct(options.state), options.state, strict=True):
             load_state(model, path)
             yield name, model, path == options.state[-1]
-    elif options.network == DIGITS:
+    elif options.model is None:
         for epoch, accuracy in fisher_demo.training(model, EPOCHS[-1], options.seed):
             if epoch in EPOCHS:
                 yield f"epoch {epoch} ({100 * accuracy:.1f}% right)", deepcopy(model), epoch == EPOCHS[-1]
@@ -210,7 +199,7 @@ def _points(options: argparse.Namespace, dtype: torch.dtype) -> Points:
 
 
 def _title(options: argparse.Namespace) -> str:
-    return "The digits CNN" if options.network == DIGITS else str(options.network)
+    return "The digits CNN" if options.model is None else str(options.model)
 
 
 def _write_numbers(
@@ -244,7 +233,7 @@ def _write_figures(
     drawn = {"errors": figures.errors(last), "angles": figures.angles(last), "spectra": figures.spectra(last)}
     if len(comparisons) > 1:
         short = {point.partition(" (")[0].removeprefix("epoch "): c for point, c in comparisons.items()}
-        xlabel = "epoch" if options.network == DIGITS and not options.state else "checkpoint"
+        xlabel = "epoch" if options.model is None and not options.state else "checkpoint"
         drawn["training"] = figures.along_training(short, xlabel)
     sizes = {name: truth.shape.size for name, truth in last.truths.items() if truth.trace > 0}
     layer = options.heat_map or min(sizes, key=lambda name: sizes[name], default=None)
@@ -261,10 +250,3 @@ def _write_figures(
     for name, figure in drawn.items():
         figures.save(figure, options.out / name)
     return [f"{name}.{ending}" for name in drawn for ending in ("png", "pdf")]
-
-
-def _positive(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a positive whole number")
-    return value

@@ -1,4 +1,4 @@
-"""Networks, data and trained parameters from what a user names on the command line."""
+"""Data and trained parameters for `tekfac fisher`, as the user's files hold them."""
 
 from __future__ import annotations
 
@@ -10,15 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from tekfac.common.data_hash import length, map_tensors
-from tekfac.common.user_code import find_function
 
 NESTED = ("model", "state_dict", "model_state_dict", "net", "network")
 """Where checkpoints of training runs usually keep the model's parameters."""
-
-
-def made_by(name: str, option: str) -> Any:
-    """What the function without arguments returns that the user names (see user_code)."""
-    return find_function(name, option)()
 
 
 def load_state(model: nn.Module, path: str | Path) -> None:

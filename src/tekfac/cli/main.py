@@ -1,4 +1,4 @@
-"""The command line: `tekfac COMMAND ...`."""
+"""The command line: `tekfac COMMAND ...`. A command's module is imported when the command is given."""
 
 from __future__ import annotations
 
@@ -7,40 +7,31 @@ import io
 import os
 import shlex
 import sys
-from collections.abc import Sequence
-from typing import Any, NoReturn
+from collections.abc import Iterable, Sequence
+from importlib import import_module
+from typing import Any
 
-from tekfac.cli import explain
-from tekfac.cli import fisher as fisher_command
-from tekfac.cli import lab as lab_command
-from tekfac.common.checks import nearest
+from tekfac.cli.parsing import Parser
 from tekfac.version import __version__
 
-
-class Parser(argparse.ArgumentParser):
-    """Says in a line what is wrong, and suggests the nearest name."""
-
-    def error(self, message: str) -> NoReturn:
-        """Say what is wrong, without the whole usage, and end."""
-        self.exit(2, f"{self.prog}: {message}. {self.prog} --help lists all arguments.\n")
-
-    def _check_value(self, action: argparse.Action, value: Any) -> None:
-        if action.choices is not None and value not in action.choices:
-            hint = nearest(str(value), map(str, action.choices)).rstrip(".")
-            raise argparse.ArgumentError(action, f"{value!r} is unknown.{hint}")
+COMMANDS = {
+    "compare": "train with several optimizers and compare them",
+    "train": "train a network",
+    "sweep": "try learning rates and other settings",
+    "reproduce": "the paper's tables and figures",
+    "report": "tables, figures and a page of training runs",
+    "data": "data sets: list, check and fetch them",
+    "fisher": "how good the approximations are on a network",
+    "explain": "what an optimizer would do with a network, layer by layer",
+}
+"""Every command, which is also the name of its module here, and what it is for."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command; what went wrong is said in one line, and is the exit status."""
-    parser = Parser(prog="tekfac", description="Natural gradient and Fisher approximations.")
-    parser.add_argument("--version", action="version", version=f"tekfac {__version__}")
-    parser.add_argument("--debug", action="store_true", help="show where an error happened")
-    commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
-    lab_command.add_to(commands)
-    fisher_command.add_to(commands)
-    explain.add_to(commands)
-    options = parser.parse_args(arguments)
-    options.command_line = shlex.join(["tekfac", *(sys.argv[1:] if arguments is None else arguments)])
+    given = sys.argv[1:] if arguments is None else list(arguments)
+    options = _parse(given)
+    options.command_line = shlex.join(["tekfac", *given])
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")  # a terminal may not have ‖ or λ
@@ -62,3 +53,36 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"tekfac: {text}", file=sys.stderr)
         return 1
     return 0
+
+
+def parser_of(command: str) -> Parser:
+    """The parser of one command, as the command's module describes it."""
+    module = import_module(f"tekfac.cli.{command}")
+    parser = Parser(prog=f"tekfac {command}", description=module.DESCRIPTION)
+    module.add_arguments(parser)
+    return parser
+
+
+def _parse(given: Sequence[str]) -> argparse.Namespace:
+    parser = Parser(prog="tekfac", description="Natural gradient and Fisher approximations.")
+    parser.add_argument("--version", action="version", version=f"tekfac {__version__}")
+    parser.add_argument("--debug", action="store_true", help="show where an error happened")
+    commands = parser.add_subparsers(
+        title="commands", dest="command", metavar="COMMAND", parser_class=_CommandInList
+    )
+    for command, purpose in COMMANDS.items():
+        commands.add_parser(command, help=purpose)
+    options = parser.parse_args(given)
+    if options.command is None:
+        parser.error(f"expected a command: {', '.join(COMMANDS)}")
+    return options
+
+
+class _CommandInList(Parser):
+    """A command in the list of all; once it is given, its own parser reads the arguments."""
+
+    def parse_known_args(
+        self, args: Iterable[str] | None = None, namespace: Any = None
+    ) -> tuple[Any, list[str]]:
+        command = self.prog.rpartition(" ")[2]
+        return parser_of(command).parse_known_args(args, namespace)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
-from typing import Any
 
 from tekfac.lab.report import present, require_reports
 
@@ -17,19 +16,13 @@ together; runs that diverged or are still training are shown as that.
 """
 
 
-def add_to(commands: Any) -> None:
-    """Declare the command."""
-    parser = commands.add_parser(
-        "report",
-        help="tables, figures and a page of training runs",
-        description=DESCRIPTION,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the command's arguments."""
     parser.add_argument(
         "runs", nargs="+", type=Path, metavar="RUN", help="folder of a run, or one with runs anywhere below it"
     )
     parser.add_argument(
-        "--out", type=Path, default=Path("report"), metavar="DIR", help="folder (default: %(default)s)"
+        "--out", type=Path, default=Path("report"), metavar="DIR", help="folder that is written to"
     )
     parser.add_argument(
         "--target",
@@ -37,7 +30,7 @@ def add_to(commands: Any) -> None:
         metavar="PERCENT",
         help="test accuracy whose first epoch is looked for (default: one that most settings reach)",
     )
-    parser.add_argument("--title", default="Training runs compared", help="of the page (default: %(default)s)")
+    parser.add_argument("--title", default="Training runs compared", help="of the page")
     parser.set_defaults(run=run)
 
 

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
-from typing import Any
 
-from tekfac.cli import arguments
+from tekfac.cli import run_arguments
 from tekfac.common.checks import nearest, require_choice
 from tekfac.lab import recipes
 from tekfac.lab.report import present, require_reports
@@ -34,17 +33,15 @@ settings (--no-tune leaves that out). What was interrupted goes on when the same
 """
 
 
-def add_to(commands: Any) -> None:
-    """Declare the command."""
-    parser = commands.add_parser(
-        "reproduce",
-        help="the paper's tables and figures",
-        description=DESCRIPTION,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the command's run_arguments."""
     parser.add_argument("experiment", metavar="EXPERIMENT", help=f"{', '.join(EXPERIMENTS)} or {ALL}")
-    parser.add_argument("--scale", choices=recipes.SCALES, default="small", help="default: %(default)s")
-    parser.add_argument("--data-dir", metavar="DIR", help="folder with the official folders of the data sets")
+    parser.add_argument("--scale", choices=recipes.SCALES, default="small", help="how much of it")
+    parser.add_argument(
+        "--data-dir",
+        metavar="DIR",
+        help="folder with the official folders of the data sets (default: see tekfac data)",
+    )
     parser.add_argument("--allow-partial", action="store_true", default=None, help="a part of the data will do")
     parser.add_argument(
         "--data", metavar="NAME,...", help=f"of the table of accuracies (default: {','.join(Wish.data)})"
@@ -57,9 +54,9 @@ def add_to(commands: Any) -> None:
         action=argparse.BooleanOptionalAction,
         help="the best of five settings for every optimizer, not the paper's (default: in the small scale)",
     )
-    arguments.add_optimizers(parser, "3")
-    arguments.add_jobs(parser)
-    arguments.add_manner(parser, "reproduction")
+    run_arguments.add_optimizers(parser, "3")
+    run_arguments.add_jobs(parser)
+    run_arguments.add_manner(parser, "reproduction")
     parser.set_defaults(run=run)
 
 
@@ -71,7 +68,9 @@ def run(options: argparse.Namespace) -> None:
         raise ValueError(f"Unknown experiment: {options.experiment!r}.{hint}")
     if options.experiment in OF_ONE_TASK:
         one = "{2} on {0} with {1}".format(*SENSITIVE)
-        arguments.refuse(options, ["data", "models", "optimizers", "tune"], f"{options.experiment} is of {one}")
+        run_arguments.refuse(
+            options, ["data", "models", "optimizers", "tune"], f"{options.experiment} is of {one}"
+        )
     names = (
         [name for name in EXPERIMENTS if name != SAME_RUNS]
         if options.experiment == ALL
@@ -84,11 +83,11 @@ def run(options: argparse.Namespace) -> None:
     wish = Wish(
         scale=options.scale,
         out=out,
-        manner=arguments.manner(options),
+        manner=run_arguments.manner(options),
         data=_listed(options.data, "data", Wish.data),
         models=_listed(options.models, "models", Wish.models),
-        optimizers=tuple(arguments.optimizers(options)),
-        seeds=tuple(arguments.seeds(options)),
+        optimizers=tuple(run_arguments.optimizers(options)),
+        seeds=tuple(run_arguments.seeds(options)),
         tune=options.scale == "small" if options.tune is None else options.tune,
         place={key: value for key, value in place.items() if value is not None},
     )

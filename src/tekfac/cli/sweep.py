@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from tekfac.cli import arguments
+from tekfac.cli import run_arguments
 from tekfac.common.console import output
 from tekfac.common.extras import require
 from tekfac.lab import recipes
@@ -32,14 +32,8 @@ format of the file.
 """
 
 
-def add_to(commands: Any) -> None:
-    """Declare the command."""
-    parser = commands.add_parser(
-        "sweep",
-        help="try learning rates and other settings",
-        description=DESCRIPTION,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the command's run_arguments."""
     parser.add_argument(
         "--grid",
         choices=recipes.SCALES,
@@ -47,10 +41,10 @@ def add_to(commands: Any) -> None:
     )
     parser.add_argument("--config", type=Path, metavar="FILE", help="a sweep of your own: TOML or JSON")
     parser.add_argument("--storage", metavar="URL", help="of the study (default: a SQLite file in the folder)")
-    arguments.add_task(parser)
-    arguments.add_optimizers(parser, "1")
-    arguments.add_jobs(parser)
-    arguments.add_manner(parser, "sweep")
+    run_arguments.add_task(parser, "2000 of the paper's data sets, 0.2 of others")
+    run_arguments.add_optimizers(parser, "1")
+    run_arguments.add_jobs(parser)
+    run_arguments.add_manner(parser, "sweep")
     parser.set_defaults(run=run)
 
 
@@ -61,24 +55,24 @@ def run(options: argparse.Namespace) -> None:
     plan = _from_file(options) if options.config else _from_grid(options)
     if not plan.base.held_back:
         output().print("Careful: the points are judged on the test set (held_back = 0), which they then fit.")
-    trials = sweep(plan, options.out, arguments.manner(options), options.storage)
+    trials = sweep(plan, options.out, run_arguments.manner(options), options.storage)
     _print(trials, options.out)
 
 
 def _from_grid(options: argparse.Namespace) -> Sweep:
-    base = arguments.task(options)
+    base = run_arguments.task(options)
     if options.held_back is None:
         base = replace(base, held_back=recipes.held_back(base.data))
     grid = recipes.paper_grid if options.grid == "paper" else recipes.small_grid
-    points = tuple(point for name in arguments.optimizers(options) for point in grid(name))
-    return Sweep(f"{options.grid} grid", base, points, seeds=tuple(arguments.seeds(options, default=1)))
+    points = tuple(point for name in run_arguments.optimizers(options) for point in grid(name))
+    return Sweep(f"{options.grid} grid", base, points, seeds=tuple(run_arguments.seeds(options, default=1)))
 
 
 def _from_file(options: argparse.Namespace) -> Sweep:
-    arguments.refuse(options, ["recipe", "optimizers", "seeds"], "the settings come from --config")
+    run_arguments.refuse(options, ["recipe", "optimizers", "seeds"], "the settings come from --config")
     plain = read_plain(options.config)
     plan = Sweep.from_plain(plain, str(options.config))
-    base = arguments.over(plan.base, options)
+    base = run_arguments.over(plan.base, options)
     if options.held_back is None and "held_back" not in plain.get("base", {}):
         base = replace(base, held_back=recipes.held_back(base.data))
     return replace(plan, base=base)

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
-from typing import Any
 
-from tekfac.cli import arguments
+from tekfac.cli import run_arguments
+from tekfac.cli.parsing import pair
 from tekfac.common.console import output, progress
+from tekfac.damping import DEFAULT_DAMPING
 from tekfac.lab import recipes
 from tekfac.lab.config import OF_OPTIMIZER, RunConfig
 from tekfac.lab.pool import told
@@ -26,39 +27,68 @@ Train a network, and leave everything about the run in a folder: config, logs, w
 """
 
 
-def add_to(commands: Any) -> None:
-    """Declare the command."""
-    parser = commands.add_parser(
-        "train",
-        help="train a network",
-        description=DESCRIPTION,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the command's run_arguments."""
     parser.add_argument("--config", type=Path, metavar="FILE", help="settings: TOML, JSON, or a run's run.json")
     parser.add_argument("--resume", type=Path, metavar="RUN", help="go on with an interrupted run")
-    parser.add_argument("--seed", type=int)
-    arguments.add_task(parser)
+    parser.add_argument(
+        "--seed", type=int, metavar="N", help=f"of everything random (default: {RunConfig.seed})"
+    )
+    run_arguments.add_task(parser)
     group = parser.add_argument_group("the optimizer")
     group.add_argument(
         "--optimizer", help="sgd, sgdm, adam, adamw, kfac, ekfac, tkfac, tekfac (default: tekfac)"
     )
-    group.add_argument("--lr", type=float)
-    group.add_argument("--momentum", type=float)
-    group.add_argument("--weight-decay", type=float)
-    for name in arguments.OPTIONS:
-        group.add_argument(f"--{name.replace('_', '-')}", type=int if name.endswith("every") else float)
+    group.add_argument("--lr", type=float, metavar="N", help=f"learning rate {_by_optimizer('lr')}")
     group.add_argument(
-        "--option", action="append", default=[], metavar="KEY=VALUE", help="any other setting of the optimizer"
+        "--momentum",
+        type=float,
+        metavar="N",
+        help="in [0, 1) (default: 0.9, and 0 for sgd; adam and adamw have none)",
     )
-    arguments.add_manner(parser, DEFAULT_OUT)
+    group.add_argument(
+        "--weight-decay",
+        type=float,
+        metavar="N",
+        help=f"decoupled, but for sgd, sgdm, adam (default: {RunConfig.weight_decay:g})",
+    )
+    for name, meaning in OPTIONS.items():
+        kind = int if name.endswith("every") else float
+        group.add_argument(f"--{name.replace('_', '-')}", type=kind, metavar="N", help=meaning)
+    group.add_argument(
+        "--option",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        help="any other setting of the optimizer (default: the recipe's, or its own)",
+    )
+    run_arguments.add_manner(parser, DEFAULT_OUT)
     parser.set_defaults(run=run, out=None)
+
+
+def _by_optimizer(setting: str) -> str:
+    """The default of an optimizer's setting, for the help."""
+    on_digits, elsewhere = (recipe("tekfac")[setting] for recipe in (recipes.on_digits, recipes.start))
+    told = f"{on_digits:g}" if on_digits == elsewhere else f"{on_digits:g} on digits, else {elsewhere:g}"
+    return f"(default: by optimizer and recipe; for tekfac {told})"
+
+
+OPTIONS = {
+    "damping": f"added to the re-scaling (default: {DEFAULT_DAMPING:g}; the paper's rule with its recipe)",
+    "trace_floor": "vartheta of the paper's damping, which this asks for (default: another damping)",
+    "kl_clip": f"bound on lr^2 g.Pg {_by_optimizer('options.kl_clip')}",
+    "factors_every": f"steps between updates of the factors {_by_optimizer('options.factors_every')}",
+    "basis_every": f"steps between eigendecompositions {_by_optimizer('options.basis_every')}",
+    "rescaling_every": f"steps between updates of Theta {_by_optimizer('options.rescaling_every')}",
+}
+"""Settings of a natural-gradient method that have an argument of their own, and their help."""
 
 
 def run(options: argparse.Namespace) -> None:
     """Train, and say how it went."""
-    arguments.require_interval(options)
+    run_arguments.require_interval(options)
     if options.resume:
-        arguments.refuse(options, ["out"], "the run stays in its folder")
+        run_arguments.refuse(options, ["out"], "the run stays in its folder")
     folder = options.resume or options.out or Path(DEFAULT_OUT)
     config = _resumed(options) if options.resume else _config(options)
     with progress("told", quiet=options.quiet) as bars:
@@ -85,19 +115,19 @@ def run(options: argparse.Namespace) -> None:
 
 
 def _config(options: argparse.Namespace) -> RunConfig:
-    """The config of a new run: by file or by recipe, changed by the arguments."""
+    """The config of a new run: by file or by recipe, changed by the run_arguments."""
     if options.config is not None:
-        arguments.refuse(options, ["recipe"], "the settings come from --config")
+        run_arguments.refuse(options, ["recipe"], "the settings come from --config")
         base = RunConfig.from_plain(read_plain(options.config), str(options.config))
     else:
-        task = arguments.task(options)
-        base = recipes.config(task, arguments.point(options, task, (options.optimizer or "tekfac").lower()))
+        task = run_arguments.task(options)
+        base = recipes.config(task, run_arguments.point(options, task, (options.optimizer or "tekfac").lower()))
     return _changed(base, options)
 
 
 def _resumed(options: argparse.Namespace) -> RunConfig:
     """The config of the run that goes on; arguments may repeat it, and say where it is computed."""
-    arguments.refuse(options, ["recipe", "config"], "the settings come from the run")
+    run_arguments.refuse(options, ["recipe", "config"], "the settings come from the run")
     return _changed(RunFolder(options.resume).config(), options)
 
 
@@ -106,7 +136,7 @@ def _changed(config: RunConfig, options: argparse.Namespace) -> RunConfig:
     own = {key: value for key in OF_OPTIMIZER if (value := getattr(options, key)) is not None}
     if "optimizer" in own:
         own["optimizer"] = own["optimizer"].lower()
-    named = {key: value for key in arguments.OPTIONS if (value := getattr(options, key)) is not None}
-    further = {**config.options, **named, **dict(arguments.pair(text) for text in options.option)}
-    plain = arguments.over(config, options).plain()
+    named = {key: value for key in OPTIONS if (value := getattr(options, key)) is not None}
+    further = {**config.options, **named, **dict(pair(text) for text in options.option)}
+    plain = run_arguments.over(config, options).plain()
     return RunConfig.from_plain({**plain, **own, "options": further})

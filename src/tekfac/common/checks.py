@@ -10,7 +10,7 @@ from typing import Any
 def require_choice(name: str, value: Any, choices: Sequence[str], where: str = "") -> None:
     """Raise ValueError for a value that is not one of the choices."""
     if value not in choices:
-        hint = _meant(str(value), choices)
+        hint = probably_meant(str(value), choices)
         raise ValueError(f"Unknown {name}: {value!r}.{hint} Expected one of {', '.join(choices)}{where}.")
 
 
@@ -18,17 +18,17 @@ def require_keywords(owner: str, keywords: Iterable[str], names: Sequence[str]) 
     """Raise TypeError for a keyword that does not exist, with the name that was probably meant."""
     for keyword in keywords:
         if keyword not in names:
-            hint = _meant(keyword, names) or f" It takes {', '.join(names)}."
+            hint = probably_meant(keyword, names) or f" It takes {', '.join(names)}."
             raise TypeError(f"{owner} got an unknown keyword {keyword!r}.{hint}")
 
 
 def nearest(name: str, names: Iterable[str]) -> str:
     """A sentence, with a space before it, for a name that does not exist: the nearest one, or all there are."""
     names = list(names)
-    return _meant(name, names) or f" Expected one of {', '.join(names)}."
+    return probably_meant(name, names) or f" Expected one of {', '.join(names)}."
 
 
-def _meant(name: str, names: Sequence[str]) -> str:
+def probably_meant(name: str, names: Sequence[str]) -> str:
     """The name that was probably meant, as a sentence with a space before it; empty if none is near."""
     near = difflib.get_close_matches(name.lower(), names, n=1)
     return f" Did you mean {near[0]!r}?" if near else ""

@@ -26,15 +26,20 @@ Maker = Callable[..., nn.Module]
 
 
 def build(
-    name: str, *, channels: int, classes: int, size: int, options: Mapping[str, Any] | None = None
+    name: str,
+    *,
+    channels: int | None = None,
+    classes: int | None = None,
+    size: int | None = None,
+    options: Mapping[str, Any] | None = None,
 ) -> nn.Module:
     """A network by its name, or by `package.module:function` or `file.py:function` of the user's.
 
-    A function of the user's gets those of `channels`, `classes` and `size` that its signature names, and the
-    options as keywords.
+    A function of the user's gets those of `channels`, `classes` and `size` that are known (not None) and that
+    its signature names, and the options as keywords.
 
     Raises:
-        ValueError: for an unknown name.
+        ValueError: for an unknown name, or a network that needs one of the three that is None.
         TypeError: for an option that the network does not have.
     """
     maker = find_function(name, "model") if ":" in name else MODELS.get(name)
@@ -45,7 +50,14 @@ def build(
     options = options or {}
     if not takes_any:
         require_keywords(f"Model {name}", options, [n for n in parameters if n not in GIVEN])
-    known = {n: v for n, v in zip(GIVEN, (channels, classes, size), strict=True) if n in parameters}
+    asked = {n: v for n, v in zip(GIVEN, (channels, classes, size), strict=True) if n in parameters}
+    known = {n: v for n, v in asked.items() if v is not None}
+    missing = [n for n in asked if n not in known and parameters[n].default is inspect.Parameter.empty]
+    if missing:
+        raise ValueError(
+            f"Model {name} needs {' and '.join(missing)}, and there are no data to take that from. Add "
+            f"{' '.join(f'--{n} N' for n in missing)}."
+        )
     if name in MODELS:
         for option, value in options.items():
             _require_like(option, value, parameters[option].default)

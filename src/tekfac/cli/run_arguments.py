@@ -1,15 +1,16 @@
-"""Arguments that the lab's commands share, and what is made of them."""
+"""Arguments that describe training runs, which the lab's commands share, and what is made of them."""
 
 from __future__ import annotations
 
 import argparse
 import math
-import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
+from tekfac.cli.model_arguments import add_model
+from tekfac.cli.parsing import count_or_share, pair
 from tekfac.lab import recipes
 from tekfac.lab.config import OF_OPTIMIZER, SCHEDULES, RunConfig
 from tekfac.lab.devices import choose
@@ -18,52 +19,52 @@ from tekfac.lab.optimizers import COMPARED, require_optimizer
 from tekfac.lab.pool import Manner, cores
 from tekfac.lab.training import CHECKPOINT_SECONDS
 
-OPTIONS = ("damping", "trace_floor", "kl_clip", "factors_every", "basis_every", "rescaling_every")
-"""Settings of the optimizer that have an argument of their own."""
-
 RECIPES = ("start", *recipes.SCALES)
+PAPER_MODEL = "resnet20"
 
 
-def add_task(parser: argparse.ArgumentParser) -> None:
+def add_task(parser: argparse.ArgumentParser, held_back: str = str(RunConfig.held_back)) -> None:
     """Data, network, length of the run: everything of a config but the optimizer."""
     task = parser.add_argument_group("the task")
     task.add_argument("--data", help="cifar10, cifar100, svhn, digits or folder (default: digits)")
     task.add_argument("--data-dir", metavar="DIR", help="where the data lie (default: see tekfac data)")
     task.add_argument("--allow-partial", action="store_true", default=None, help="a part of the data will do")
     task.add_argument("--train-samples", type=int, metavar="N", help="train on so many images (default: all)")
-    task.add_argument("--test-samples", type=int, metavar="N", help="of the test set (default: all)")
+    task.add_argument(
+        "--test-samples", type=int, metavar="N", help="test on so many of the test set (default: all)"
+    )
     task.add_argument(
         "--held-back",
-        type=_count_or_share,
+        type=count_or_share,
         metavar="N",
-        help="test on so many training images, or such a share",
+        help="test on so many training images, or such a share, instead of the test set "
+        f"(default: {held_back})",
     )
     task.add_argument(
         "--augment",
         action=argparse.BooleanOptionalAction,
         help="random crops and flips (default: for CIFAR, not for the others)",
     )
-    task.add_argument("--image-size", type=int, metavar="PIXELS", help="bring images to this size")
     task.add_argument(
-        "--model", help="cnn, mlp, vgg16, resnet20, resnet20-he, or module:function (default: cnn)"
+        "--image-size", type=int, metavar="PIXELS", help="bring images to this size (default: their own)"
+    )
+    add_model(task, default=f"{RunConfig.model}; {PAPER_MODEL} with the paper's recipes")
+    task.add_argument(
+        "--epochs", type=int, metavar="N", help=f"passes over the training images {_of_recipe('epochs')}"
+    )
+    task.add_argument("--batch-size", type=int, metavar="N", help=f"images per step {_of_recipe('batch_size')}")
+    task.add_argument("--schedule", choices=SCHEDULES, help=f"of the learning rate {_of_recipe('schedule')}")
+    task.add_argument(
+        "--decay-every", type=int, metavar="EPOCHS", help=f"of the schedule step {_of_recipe('decay_every')}"
     )
     task.add_argument(
-        "--model-option",
-        action="append",
-        default=[],
-        metavar="KEY=VALUE",
-        help="a setting of the model, such as width=8",
+        "--decay-factor", type=float, metavar="N", help=f"of the schedule step {_of_recipe('decay_factor')}"
     )
-    task.add_argument("--epochs", type=int)
-    task.add_argument("--batch-size", type=int)
-    task.add_argument("--schedule", choices=SCHEDULES, help="of the learning rate")
-    task.add_argument("--decay-every", type=int, metavar="EPOCHS", help="of the schedule step")
-    task.add_argument("--decay-factor", type=float, help="of the schedule step")
     task.add_argument(
         "--recipe",
         choices=RECIPES,
-        help="where settings that are not given come from: a good start (the default), the paper, or that "
-        "in small",
+        help="where settings that are not given come from: a good start, the paper, or that in small "
+        "(default: start)",
     )
 
 
@@ -71,11 +72,22 @@ def add_manner(parser: argparse.ArgumentParser, default_out: str) -> None:
     """Where and how the runs are computed."""
     manner = parser.add_argument_group("where and how")
     manner.add_argument(
-        "--out", type=Path, default=Path(default_out), metavar="DIR", help=f"folder (default: {default_out})"
+        "--out",
+        type=Path,
+        default=Path(default_out),
+        metavar="DIR",
+        help=f"folder that is written to (default: {default_out})",
     )
     manner.add_argument("--device", help="cuda, mps, cpu (default: the first of these that there is)")
-    manner.add_argument("--threads", type=int, help="of torch, for each run on the CPU")
-    manner.add_argument("--workers", type=int, help="threads that prepare batches ahead")
+    manner.add_argument(
+        "--threads", type=int, metavar="N", help="of torch, for each run on the CPU (default: torch's choice)"
+    )
+    manner.add_argument(
+        "--workers",
+        type=int,
+        metavar="N",
+        help=f"threads that prepare batches ahead (default: {RunConfig.workers})",
+    )
     manner.add_argument(
         "--checkpoint-every",
         type=float,
@@ -90,7 +102,10 @@ def add_manner(parser: argparse.ArgumentParser, default_out: str) -> None:
 def add_jobs(parser: argparse.ArgumentParser) -> None:
     """How many runs at a time."""
     parser.add_argument(
-        "--jobs", type=int, help="runs at a time (default: one per core on the CPU, one on other devices)"
+        "--jobs",
+        type=int,
+        metavar="N",
+        help="runs at a time (default: one per core on the CPU, one on other devices)",
     )
 
 
@@ -140,7 +155,14 @@ def _base(recipe: str, data: str, model: str | None) -> RunConfig:
         return recipes.digits()
     if recipe == "start":
         return RunConfig(data=data, epochs=20, schedule="cosine")
-    return recipes.task(data, model or "resnet20", recipe)  # type: ignore[arg-type]
+    return recipes.task(data, model or PAPER_MODEL, recipe)  # type: ignore[arg-type]
+
+
+def _of_recipe(name: str) -> str:
+    """The default of a setting of the task, for the help."""
+    on_digits, elsewhere = (getattr(_base("start", data, None), name) for data in ("digits", "folder"))
+    start = on_digits if on_digits == elsewhere else f"{on_digits} for digits, else {elsewhere}"
+    return f"(default: {start}; or the recipe's)"
 
 
 def point(options: argparse.Namespace, base: RunConfig, optimizer: str) -> Point:
@@ -209,17 +231,6 @@ def manner(options: argparse.Namespace) -> Manner:
     )
 
 
-def pair(text: str) -> tuple[str, Any]:
-    """KEY=VALUE; the value as in TOML (numbers, true, lists), or else as text."""
-    key, equals, value = text.partition("=")
-    if not equals or not key:
-        raise ValueError(f"Cannot read {text!r}. Expected KEY=VALUE, such as kl_clip=0.001.")
-    try:
-        return key.strip(), tomllib.loads(f"value = {value}")["value"]
-    except tomllib.TOMLDecodeError:
-        return key.strip(), value
-
-
 def by_optimizer(texts: Sequence[str], names: Sequence[str], argument: str) -> dict[str, list[str]]:
     """Values of an argument for each optimizer: `NAME:VALUE` is for one of them, `VALUE` for all."""
     found: dict[str, list[str]] = {name: [] for name in names}
@@ -249,16 +260,3 @@ def rate(text: str, argument: str) -> float:
         return float(text)
     except ValueError as error:
         raise ValueError(f"Invalid {argument}: {text!r}. Expected a number, such as 0.1.") from error
-
-
-def _count_or_share(text: str) -> int | float:
-    try:
-        return int(text)
-    except ValueError:
-        pass
-    try:
-        if 0 <= (share := float(text)) < 1:
-            return share
-    except ValueError:
-        pass
-    raise argparse.ArgumentTypeError(f"{text!r} is neither a whole number nor a share below 1")

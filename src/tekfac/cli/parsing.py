@@ -1,0 +1,90 @@
+"""The parser of all commands: errors in a line, the nearest name, defaults in the help. And readers."""
+
+from __future__ import annotations
+
+import argparse
+import tomllib
+from collections.abc import Iterable, Sequence
+from typing import Any, NoReturn
+
+from tekfac.common.checks import nearest, probably_meant
+
+
+class HelpFormatter(argparse.RawDescriptionHelpFormatter):
+    """Keeps the lines of a description, and shows the default of every option that has one."""
+
+    def _get_help_string(self, action: argparse.Action) -> str:
+        text = action.help or ""
+        if not has_default(action) or "default:" in text:
+            return text
+        return f"{text} (default: %(default)s)"
+
+
+def has_default(action: argparse.Action) -> bool:
+    """Whether an option has a value if it is not given: one that is not merely off or empty."""
+    is_off = action.default is None or action.default is False or action.default in ([], argparse.SUPPRESS)
+    return bool(action.option_strings) and not is_off
+
+
+class Parser(argparse.ArgumentParser):
+    """Says in a line what is wrong, and suggests the nearest name."""
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**{"formatter_class": HelpFormatter, **settings})
+
+    def parse_known_args(
+        self, args: Iterable[str] | None = None, namespace: Any = None
+    ) -> tuple[Any, list[str]]:
+        """Parse; what is unknown is an error here, where the names of the options are known."""
+        options, unknown = super().parse_known_args(args, namespace)
+        if unknown:
+            self.error(self._of_unknown(unknown))
+        return options, unknown
+
+    def error(self, message: str) -> NoReturn:
+        """Say what is wrong, without the whole usage, and end."""
+        stop = "" if message.endswith((".", "?")) else "."
+        self.exit(2, f"{self.prog}: {message}{stop} {self.prog} --help lists all arguments.\n")
+
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        if action.choices is not None and value not in action.choices:
+            hint = nearest(str(value), map(str, action.choices))
+            raise argparse.ArgumentError(action, f"{value!r} is unknown.{hint}")
+
+    def _of_unknown(self, arguments: Sequence[str]) -> str:
+        """What to say of arguments that do not exist: of the first option, since others may be its values."""
+        first = next((argument for argument in arguments if argument.startswith("-")), arguments[0])
+        name = first.partition("=")[0]
+        return f"there is no argument {name!r}.{probably_meant(name, list(self._option_string_actions))}"
+
+
+def pair(text: str) -> tuple[str, Any]:
+    """KEY=VALUE; the value as in TOML (numbers, true, lists), or else as text."""
+    key, equals, value = text.partition("=")
+    if not equals or not key:
+        raise ValueError(f"Cannot read {text!r}. Expected KEY=VALUE, such as kl_clip=0.001.")
+    try:
+        return key.strip(), tomllib.loads(f"value = {value}")["value"]
+    except tomllib.TOMLDecodeError:
+        return key.strip(), value
+
+
+def positive(text: str) -> int:
+    """A whole number, at least 1."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a positive whole number")
+    return int(text)
+
+
+def count_or_share(text: str) -> int | float:
+    """A whole number, or a share below 1."""
+    try:
+        return int(text)
+    except ValueError:
+        pass
+    try:
+        if 0 <= (share := float(text)) < 1:
+            return share
+    except ValueError:
+        pass
+    raise argparse.ArgumentTypeError(f"{text!r} is neither a whole number nor a share below 1")
