@@ -25,8 +25,8 @@ def require_loader(loader: Any, passes: int) -> None:
         raise TypeError("Got a single batch, a dict, as loader. Expected batches: wrap it in a list: [batch].")
     if _is_a_pair(loader):
         raise TypeError(
-            f"Got a {type(loader).__name__} of two tensors as loader, which looks like one batch of inputs and "
-            "targets. Expected batches: wrap it in a list: [(X, Y)]. Batches of inputs alone: [(X1,), (X2,)]."
+            f"Got a {type(loader).__name__} of two as loader, which looks like one batch, inputs and targets. "
+            "Expected batches: wrap it in a list: [(X, Y)]. Batches of inputs alone: [(X1,), (X2,)]."
         )
     if not isinstance(loader, Iterable):
         raise TypeError(f"Expected batches (a DataLoader, a list), got {type(loader).__name__}.")
