@@ -26,16 +26,18 @@ COMMANDS = {
 }
 """Every command, which is also the name of its module here, and what it is for."""
 
+DEBUG = "--debug"
+
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command; what went wrong is said in one line, and is the exit status."""
     given = sys.argv[1:] if arguments is None else list(arguments)
-    options = _parse(given)
-    options.command_line = shlex.join(["tekfac", *given])
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")  # a terminal may not have ‖ or λ
     try:
+        options = _parse(given)
+        options.command_line = shlex.join(["tekfac", *given])
         options.run(options)
         sys.stdout.flush()
     except BrokenPipeError:  # as in `tekfac ... | head`: what is left to print goes nowhere
@@ -45,11 +47,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"tekfac: {str(interrupt) or 'interrupted'}", file=sys.stderr)
         return getattr(interrupt, "status", 130)
     except Exception as error:
-        if options.debug:
+        if DEBUG in given:
             raise
         text = " ".join(str(error).split())
         if not isinstance(error, ValueError | TypeError | ImportError | OSError):
-            text = f"{type(error).__name__}: {text} (tekfac --debug shows where)"
+            text = f"{type(error).__name__}: {text} (tekfac {DEBUG} shows where)"
         print(f"tekfac: {text}", file=sys.stderr)
         return 1
     return 0
@@ -66,7 +68,7 @@ def parser_of(command: str) -> Parser:
 def _parse(given: Sequence[str]) -> argparse.Namespace:
     parser = Parser(prog="tekfac", description="Natural gradient and Fisher approximations.")
     parser.add_argument("--version", action="version", version=f"tekfac {__version__}")
-    parser.add_argument("--debug", action="store_true", help="show where an error happened")
+    parser.add_argument(DEBUG, action="store_true", help="show where an error happened")
     commands = parser.add_subparsers(
         title="commands", dest="command", metavar="COMMAND", parser_class=_CommandInList
     )
