@@ -34,7 +34,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as scratch:
         out = Path(scratch) / "report"
         start = time.perf_counter()
-        if tekfac(["fisher", "--out", str(out), "--quiet"]):
+        if tekfac(["fisher", "--out", str(out), "--heat-map", "conv1", "--quiet"]):
             raise SystemExit("tekfac fisher failed")
         seconds = time.perf_counter() - start
         print(f"\n{seconds:.0f} s")

@@ -105,6 +105,17 @@ def test_the_readme_is_read_in_a_few_minutes() -> None:
     assert len((ROOT / "README.md").read_text().splitlines()) <= 110
 
 
+def test_the_errors_in_the_readme_are_those_of_the_result() -> None:
+    last_epoch = (ROOT / "docs/results/fisher-digits.md").read_text().split("\nepoch ")[-1]
+    shown = re.findall(r"^\| (\w+) +\| +[\d,]+ \|(.*)\|$", (ROOT / "README.md").read_text(), flags=re.MULTILINE)
+    assert len(shown) == 5
+    for layer, cells in shown:
+        block = re.search(rf"^{layer} .*(?:\n  .*){{3}}", last_epoch, flags=re.MULTILINE)
+        assert block, layer
+        measured = re.findall(r" T?E?KFAC +\S+ +(\S+)", block[0])
+        assert re.findall(r"[\d.]+", cells) == measured
+
+
 @pytest.mark.parametrize(
     ("module", "pages"), [(tekfac, "*.md"), (tekfac.fisher, "fisher.md"), (tekfac.layers, "layers.md")]
 )
