@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import pytest
@@ -53,3 +54,12 @@ def test_what_is_wrong_is_said_before_anything_is_written(
     with pytest.raises(ValueError, match=said):
         run(*arguments)
     assert not (tmp_path / "report").exists()
+
+
+@pytest.mark.parametrize("package", ["rich", "matplotlib", "jinja2"])
+def test_a_package_that_is_missing_is_named_before_anything_is_read(
+    monkeypatch: pytest.MonkeyPatch, package: str
+) -> None:
+    monkeypatch.setitem(sys.modules, package, None)
+    with pytest.raises(ImportError, match=rf"needs {package}, which is not installed.*tekfac\[lab\]"):
+        run("nowhere")

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from lab_runs import write_run
+from tekfac.lab import run_folder
 from tekfac.lab.report.runs import find_runs, read_run
 
 
@@ -24,6 +25,13 @@ def test_a_run_is_read_as_it_was_written(tmp_path: Path) -> None:
     )
     assert [row.layer for row in run.layers] == ["conv1", "conv1"]
     assert math.isnan(run.layers[0].condition)
+
+
+def test_only_the_run_folder_knows_its_files() -> None:
+    lab = Path(run_folder.__file__).parent
+    names = (run_folder.RESULT, run_folder.CHECKPOINT, run_folder.MODEL, *run_folder.LOGS)
+    knowing = {path.stem for path in lab.rglob("*.py") if any(name in path.read_text() for name in names)}
+    assert knowing == {"run_folder"}
 
 
 def test_runs_are_found_anywhere_below_each_once_and_in_order(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, Self
 
 from tekfac.lab.clock import PARTS
@@ -51,18 +51,7 @@ class Epoch:
     @classmethod
     def from_plain(cls, line: Mapping[str, Any]) -> Self:
         """The line of the log, read; raises ValueError for one that is not whole."""
-        return cls(
-            epoch=int(_number(line, "epoch")),
-            step=int(_number(line, "step")),
-            train_loss=_number(line, "train_loss"),
-            train_accuracy=_number(line, "train_accuracy"),
-            test_loss=_number(line, "test_loss"),
-            test_accuracy=_number(line, "test_accuracy"),
-            lr=_number(line, "lr"),
-            seconds=_number(line, "seconds"),
-            parts={part: _number(line, part) for part in PARTS},
-            skipped_steps=int(_number(line, "skipped_steps")),
-        )
+        return cls(**_numbers(cls, line), parts={part: _number(line, part) for part in PARTS})
 
 
 @dataclass(frozen=True)
@@ -96,16 +85,7 @@ class LayerEpoch:
     @classmethod
     def from_plain(cls, line: Mapping[str, Any]) -> Self:
         """The line of the log, read; raises ValueError for one that is not whole."""
-        return cls(
-            epoch=int(_number(line, "epoch")),
-            step=int(_number(line, "step")),
-            layer=str(line.get("layer")),
-            trace=_number(line, "trace"),
-            damping=_number(line, "damping"),
-            condition=_number(line, "condition"),
-            staleness=int(_number(line, "staleness")),
-            failed_refreshes=int(_number(line, "failed_refreshes")),
-        )
+        return cls(**_numbers(cls, line), layer=str(line.get("layer")))
 
 
 def _finite(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -113,6 +93,16 @@ def _finite(values: Mapping[str, Any]) -> dict[str, Any]:
     return {
         name: None if isinstance(value, float) and not math.isfinite(value) else value
         for name, value in values.items()
+    }
+
+
+def _numbers(kind: type[Epoch] | type[LayerEpoch], line: Mapping[str, Any]) -> dict[str, Any]:
+    """What a line has for the fields that are numbers."""
+    kinds = {"int": int, "float": float}
+    return {
+        field.name: kinds[str(field.type)](_number(line, field.name))
+        for field in fields(kind)
+        if field.type in kinds
     }
 
 

@@ -82,7 +82,7 @@ def train(
         watch: called now and then with the progress.
 
     Returns:
-        The content of result.json.
+        The run's result (see RunFolder.result).
 
     Raises:
         ValueError: if the folder holds another run, or this one and `resume` is not set.

@@ -39,6 +39,7 @@ FIRST_ORDER: Mapping[str, tuple[str, str]] = {
     "adam": ("#009e73", "-"),
     "adamw": ("#66c2a4", "--"),
 }
+METHODS = {method.name.lower(): method for method in methods.ALL}
 OTHER = ("#984ea3", "-.")
 WITHOUT_DATE: Mapping[str, dict[str, Any]] = {
     "png": {},
@@ -193,7 +194,7 @@ def save(drawing: Drawing, folder: Path) -> list[str]:
 
 def _look(optimizer: str) -> tuple[str, str]:
     """Of the methods as in the figures of their Fisher approximations."""
-    method = {method.name.lower(): method for method in methods.ALL}.get(optimizer)
+    method = METHODS.get(optimizer)
     if method is None:
         return FIRST_ORDER.get(optimizer, OTHER)
     return COLOURS[method.factors.trace_restricted, method.rescaling.measured], (

@@ -114,7 +114,8 @@ def curvature(summary: TaskSummary) -> Figure:
     runs = with_curvature(summary)[:MOST_RUNS]
     if not runs:
         raise ValueError(
-            f"No run of {summary.task.title} has recorded its curvature. Expected a curvature.jsonl in one."
+            f"No run of {summary.task.title} has recorded its curvature. Expected one of a natural-gradient "
+            "method."
         )
     layers = list(dict.fromkeys(row.layer for _, run in runs for row in run.layers))
     colours = shades(len(layers))

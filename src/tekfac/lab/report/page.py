@@ -73,7 +73,13 @@ def page(
         origins=origins(runs),
         rerun=f"tekfac train --config {shlex.quote(str(runs[0].folder.file))}",
         command=command,
-        **{tool.__name__.lstrip("_"): tool for tool in TOOLS},
+        highlights=highlights,
+        setup=setup,
+        plain=plain,
+        data_uri=_data_uri,
+        ending=_ending,
+        facts_of=_facts_of,
+        config_of=_config_of,
     )
     return text
 
@@ -115,7 +121,3 @@ def _facts_of(run: Run) -> dict[str, str]:
 
 def _config_of(run: Run) -> str:
     return json.dumps(run.config, indent=2, ensure_ascii=False)
-
-
-TOOLS = (highlights, setup, plain, _data_uri, _ending, _facts_of, _config_of)
-"""What the template calls, by their names without an underscore."""

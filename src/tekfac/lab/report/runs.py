@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from tekfac.lab import config
 from tekfac.lab.optimizers import display, position
-from tekfac.lab.run_folder import RunFolder
+from tekfac.lab.run_folder import RUN, RunFolder
 from tekfac.lab.run_log import Epoch, LayerEpoch
 
 Status = Literal["finished", "diverged", "unfinished"]
@@ -74,7 +74,7 @@ def find_runs(folders: Iterable[str | Path]) -> list[Run]:
         below = {run.path.resolve(): run.path for run in RunFolder.below(folder)}
         if not below:
             raise ValueError(
-                f"No run in {str(folder)!r}: no run.json in it or below. Expected what `tekfac train` wrote."
+                f"No run in {str(folder)!r}: no {RUN} in it or below. Expected what `tekfac train` wrote."
             )
         found = below | found
     return [read_run(path) for path in sorted(found.values())]
