@@ -248,7 +248,7 @@ def test_a_model_that_needs_to_know_the_images_says_how_to_tell_it(capsys: pytes
     for arguments, told in (
         (
             ["explain", "--model", "nets.py:whole", "--size", "8"],
-            "needs channels and classes, and there are no data",
+            "nets.py:whole asks for channels, classes. Add",
         ),
         (["explain", "--model", "cnn"], "Add --channels N --classes N --size N."),
         (["fisher", "--model", "nets.py:part", "--data", "batches.py:loader"], "Add --classes N."),

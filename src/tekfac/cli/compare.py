@@ -31,7 +31,7 @@ What was interrupted goes on when the same command is given again.
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the command's run_arguments."""
+    """Declare the command's arguments."""
     run_arguments.add_task(parser)
     run_arguments.add_optimizers(parser, "3")
     parser.add_argument(

@@ -34,7 +34,7 @@ settings (--no-tune leaves that out). What was interrupted goes on when the same
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the command's run_arguments."""
+    """Declare the command's arguments."""
     parser.add_argument("experiment", metavar="EXPERIMENT", help=f"{', '.join(EXPERIMENTS)} or {ALL}")
     parser.add_argument("--scale", choices=recipes.SCALES, default="small", help="how much of it")
     parser.add_argument(

@@ -33,7 +33,7 @@ format of the file.
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the command's run_arguments."""
+    """Declare the command's arguments."""
     parser.add_argument(
         "--grid",
         choices=recipes.SCALES,

@@ -28,7 +28,7 @@ Train a network, and leave everything about the run in a folder: config, logs, w
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the command's run_arguments."""
+    """Declare the command's arguments."""
     parser.add_argument("--config", type=Path, metavar="FILE", help="settings: TOML, JSON, or a run's run.json")
     parser.add_argument("--resume", type=Path, metavar="RUN", help="go on with an interrupted run")
     parser.add_argument(
@@ -115,7 +115,7 @@ def run(options: argparse.Namespace) -> None:
 
 
 def _config(options: argparse.Namespace) -> RunConfig:
-    """The config of a new run: by file or by recipe, changed by the run_arguments."""
+    """The config of a new run: by file or by recipe, changed by the arguments."""
     if options.config is not None:
         run_arguments.refuse(options, ["recipe"], "the settings come from --config")
         base = RunConfig.from_plain(read_plain(options.config), str(options.config))

@@ -55,8 +55,7 @@ def build(
     missing = [n for n in asked if n not in known and parameters[n].default is inspect.Parameter.empty]
     if missing:
         raise ValueError(
-            f"Model {name} needs {' and '.join(missing)}, and there are no data to take that from. Add "
-            f"{' '.join(f'--{n} N' for n in missing)}."
+            f"Model {name} asks for {', '.join(missing)}. Add {' '.join(f'--{n} N' for n in missing)}."
         )
     if name in MODELS:
         for option, value in options.items():
