@@ -370,10 +370,15 @@ def test_numbers_that_are_equal_or_nearly_so_share_one_tick(tmp_path: Path, apar
     assert tick_labels(tmp_path, [0.01, 0.01 * (1 + apart)]) == ["0.01"]
 
 
-@pytest.mark.parametrize("largest", [0.01001, 0.01003, 0.0102, 0.013, 0.02, 0.09])
+@pytest.mark.parametrize("largest", [0.01001, 0.01003, 0.0102, 0.013, 0.02, 0.039])
 def test_ticks_within_a_decade_are_told_apart_by_their_labels(tmp_path: Path, largest: float) -> None:
     labels = tick_labels(tmp_path, [0.01, 0.010001, largest])
     assert 2 <= len(labels) <= 7
     assert len(set(labels)) == len(labels)
     steps = [float(high) - float(low) for low, high in pairwise(labels)]
     assert steps == pytest.approx([steps[0]] * len(steps), rel=0.05)
+
+
+@pytest.mark.parametrize(("largest", "labels"), [(0.041, "0.01 0.02 0.03"), (0.08, "0.01 0.02 0.03 0.05 0.07")])
+def test_ticks_along_most_of_a_decade_are_denser_below(tmp_path: Path, largest: float, labels: str) -> None:
+    assert tick_labels(tmp_path, [0.01, largest]) == labels.split()

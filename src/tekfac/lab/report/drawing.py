@@ -7,6 +7,7 @@ import math
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -52,6 +53,9 @@ MOST_NAMED = 12
 
 DIGITS = 4
 """Numbers that do not differ in so many are drawn as equal."""
+
+SUBS = (1, 2, 3, 5, 7)
+"""Ticks along most of a decade."""
 
 
 @dataclass(frozen=True)
@@ -140,21 +144,23 @@ def make_logarithmic(panels: Sequence[Axes]) -> None:
 
 def _put_ticks(axes: Axes, low: float, high: float) -> None:
     """Ticks between two numbers, with labels that differ; a single tick where the numbers do not."""
+    ticker = require("matplotlib.ticker", "A figure")
     if f"{low:.{DIGITS}g}" == f"{high:.{DIGITS}g}":
         ticks, labels = [low], [f"{low:.{DIGITS}g}"]
         axes.set_ylim(low / 1.25, high * 1.25)
     else:
-        locator = require("matplotlib.ticker", "A figure").MaxNLocator(5, steps=[1, 2, 2.5, 5, 10])
+        even, along_decade = ticker.MaxNLocator(5, steps=[1, 2, 2.5, 5, 10]), ticker.LogLocator(subs=SUBS)
         bottom, top = axes.get_ylim()
-        ticks = [float(tick) for tick in locator.tick_values(low, high) if bottom <= tick <= top]
+        found = (even if high < 4 * low else along_decade).tick_values(low, high)
+        ticks = [float(tick) for tick in found if bottom <= tick <= top]
         labels = _distinct(ticks)
     axes.set_yticks(ticks, labels)
     axes.set_yticks([], minor=True)
 
 
 def _distinct(ticks: Sequence[float]) -> list[str]:
-    """Evenly spaced numbers as text, with as few digits as say them all."""
-    apart = ticks[1] - ticks[0]
+    """Numbers as text, with as few digits as say them all."""
+    apart = min(high - low for low, high in pairwise(ticks))
     for digits in range(1, 17):
         labels = [f"{tick:.{digits}g}" for tick in ticks]
         if all(abs(float(label) - tick) < 0.01 * apart for label, tick in zip(labels, ticks, strict=True)):
