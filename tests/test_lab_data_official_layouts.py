@@ -18,10 +18,10 @@ from tekfac.lab.data.catalogue import CIFAR10, CIFAR100, KNOWN, SVHN, Known, Lay
 from tekfac.lab.data.cifar import images_in_pickle
 from tekfac.lab.data.digits import read_digits
 from tekfac.lab.data.images import held_back, joined
-from tekfac.lab.data.mat import read_mat
 from tekfac.lab.data.official import read_official
-from tekfac.lab.data.pickles import PlainArray, read_pickle
 from tekfac.lab.data.places import Place, place_in
+from tekfac.lab.data.plain_pickles import read_pickle, short_text
+from tekfac.lab.data.svhn import read_mat
 from tekfac.lab.inputs import read
 
 LAYOUTS = [(known, layout) for known in (CIFAR10, CIFAR100, SVHN) for layout in known.layouts]
@@ -142,11 +142,11 @@ def test_a_whole_batch_that_python_3_pickled_again_is_read(
         b"filenames": [f"image_{number}.png".encode() for number in range(9_999)] + [b""],
     }
     (tmp_path / "batch").write_bytes(pickle.dumps(batch, protocol=protocol))
-    found = read_pickle(tmp_path / "batch")
-    array = found.pop("data")
-    assert isinstance(array, PlainArray)
-    assert (array.shape, bytes(array.data)) == (pixels.shape, pixels.tobytes())
-    assert found == {key.decode(): batch[key] for key in batch if key != b"data"}
+    data, labels, label, names = read_pickle(tmp_path / "batch", "data", "labels", "batch_label", "filenames")
+    assert (data.shape, bytes(data.data)) == (pixels.shape, pixels.tobytes())
+    assert labels == batch[b"labels"]
+    assert short_text(label) == "training batch 1 of 5"
+    assert [short_text(name) for name in names] == [name.decode() for name in batch[b"filenames"]]
 
 
 def test_names_of_classes_come_from_the_files_and_otherwise_from_the_catalogue(tmp_path: Path) -> None:
@@ -231,9 +231,9 @@ def test_real_svhn_has_the_published_statistics() -> None:
 def test_matlab_files_are_read_as_scipy_reads_them(dtype: str, compressed: bool, tmp_path: Path) -> None:
     numbers = {"X": np.arange(210).reshape(5, 7, 2, 3).astype(dtype), "y": np.arange(3)[:, None].astype(dtype)}
     savemat(tmp_path / "file.mat", numbers, do_compression=compressed)
-    found, expected = read_mat(tmp_path / "file.mat"), loadmat(tmp_path / "file.mat")
-    for name in numbers:
-        assert torch.equal(found[name].double(), torch.from_numpy(expected[name].astype("float64")))
+    expected = loadmat(tmp_path / "file.mat")
+    for name, found in zip("Xy", read_mat(tmp_path / "file.mat"), strict=True):
+        assert torch.equal(found.double(), torch.from_numpy(expected[name].astype("float64")))
 
 
 def test_parts_are_the_first_images() -> None:

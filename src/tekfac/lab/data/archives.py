@@ -14,9 +14,6 @@ from pathlib import Path, PurePosixPath
 from tekfac.lab.data.catalogue import File, Layout
 from tekfac.lab.processes import is_running
 
-TOO_LARGE = 4
-"""A file of more times its official size is not what its name says."""
-
 OTHER_SIZE = 1 << 20
 """The largest file that is passed over: the archives have a readme, which nobody needs here."""
 
@@ -89,7 +86,7 @@ def _wrong(member: tarfile.TarInfo, file: File | None) -> str:
         return f"a member {member.name!r}, which points out of the folder"
     if not (member.isreg() or member.isdir()) or member.issparse():
         return f"a member {member.name!r}, which is a link or a device"
-    most = OTHER_SIZE if file is None else TOO_LARGE * file.size
+    most = OTHER_SIZE if file is None else file.largest
     if member.size > most:
         return f"a member {member.name!r} of {member.size:,} bytes, more than {most:,}"
     return ""

@@ -8,12 +8,10 @@ from typing import Any
 import torch
 
 from tekfac.lab.data.images import Images
-from tekfac.lab.data.pickles import PlainArray, read_pickle
+from tekfac.lab.data.plain_pickles import PlainArray, read_pickle, short_text
 
 SHAPE = (3, 32, 32)
 PIXELS = 3 * 32 * 32
-LONGEST_NAME = 100
-"""Of a class; the official ones have up to thirteen letters."""
 
 
 def images_in_pickle(path: Path, key: str) -> Images:
@@ -22,8 +20,7 @@ def images_in_pickle(path: Path, key: str) -> Images:
     Raises:
         ValueError: if the file is damaged; the message says how.
     """
-    batch = read_pickle(path)
-    data, labels = batch.get("data"), batch.get(key)
+    data, labels = read_pickle(path, "data", key)
     if not isinstance(data, PlainArray) or len(data.shape) != 2 or data.shape[1] != PIXELS:
         found = f"of shape {list(data.shape)}" if isinstance(data, PlainArray) else "missing"
         raise ValueError(f"The array 'data' in {str(path)!r} is {found}. Expected [N, {PIXELS}].")
@@ -66,19 +63,16 @@ def names_in_pickle(path: Path, key: str) -> tuple[str, ...]:
     Raises:
         ValueError: if there are none.
     """
-    names = read_pickle(path).get(key)
-    if not isinstance(names, list) or not all(map(_is_name, names)):
+    [found] = read_pickle(path, key)
+    names = [short_text(name) for name in found] if isinstance(found, list) else [None]
+    if None in names:
         raise ValueError(f"{str(path)!r} has no list of names {key!r}. Fetch it again.")
-    return tuple(name.decode("utf-8", "replace") if isinstance(name, bytes) else name for name in names)
+    return tuple(map(str, names))
 
 
 def names_in_text(path: Path) -> tuple[str, ...]:
     """The names of the classes in a text file, one in a line."""
     return tuple(path.read_text(encoding="utf-8", errors="replace").split())
-
-
-def _is_name(value: Any) -> bool:
-    return isinstance(value, bytes | str) and len(value) <= LONGEST_NAME
 
 
 def _is_label(value: Any) -> bool:

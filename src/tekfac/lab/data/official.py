@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from tekfac.lab.data import cifar, svhn
 from tekfac.lab.data.catalogue import CIFAR100, File, Role
 from tekfac.lab.data.images import DataSet, Images, joined
@@ -42,6 +44,7 @@ def read_images(place: Place, file: File) -> Images:
         ValueError: if the file is damaged; the message says how.
     """
     path, fine = place.folder / file.name, place.known.name == CIFAR100.name
+    _require_size(path, file)
     if place.layout.kind == "python":
         images = cifar.images_in_pickle(path, "fine_labels" if fine else "labels")
     elif place.layout.kind == "binary":
@@ -70,6 +73,7 @@ def read_classes(place: Place) -> tuple[str, ...]:
         path = place.folder / file.name
         if not path.is_file():
             return expected
+        _require_size(path, file)
         key = "fine_label_names" if place.known.name == CIFAR100.name else "label_names"
         names = cifar.names_in_pickle(path, key) if place.layout.kind == "python" else cifar.names_in_text(path)
         if len(names) != len(expected):
@@ -78,6 +82,14 @@ def read_classes(place: Place) -> tuple[str, ...]:
             )
         return names
     return expected
+
+
+def _require_size(path: Path, file: File) -> None:
+    if path.stat().st_size > file.largest:
+        raise ValueError(
+            f"{str(path)!r} has {path.stat().st_size:,} bytes. Expected at most {file.largest:,}, four times "
+            "the official size; fetch it again."
+        )
 
 
 def _split(place: Place, role: Role) -> Images:

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import io
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
+from tekfac.common.extras import require
+from tekfac.lab.data import matlab_reader
 from tekfac.lab.data.images import Images
-from tekfac.lab.data.mat import read_mat
 
 
 def images_in_mat(path: Path) -> Images:
@@ -16,11 +22,8 @@ def images_in_mat(path: Path) -> Images:
     Raises:
         ValueError: if the file is damaged; the message says how.
     """
-    found = read_mat(path)
-    missing = [name for name in ("X", "y") if name not in found]
-    if missing:
-        raise ValueError(f"{str(path)!r} has no {' and no '.join(missing)}. Expected SVHN's X and y.")
-    pixels, digits = found["X"], found["y"].flatten()
+    pixels, digits = read_mat(path)
+    digits = digits.flatten()
     if pixels.ndim == 3:
         pixels = pixels[..., None]  # MATLAB drops a last axis of length one
     if pixels.dtype != torch.uint8 or pixels.ndim != 4 or pixels.shape[:3] != (32, 32, 3):
@@ -40,3 +43,23 @@ def images_in_mat(path: Path) -> Images:
             "whole numbers from 1 to 10, where 10 is the digit zero."
         )
     return Images(pixels.permute(3, 2, 0, 1).contiguous(), labels % 10)
+
+
+def read_mat(path: Path) -> tuple[Tensor, Tensor]:
+    """The arrays X and y of a MATLAB file, read in a process of its own: a damaged file can crash SciPy.
+
+    Raises:
+        ValueError: if the file is damaged or of another format.
+    """
+    require("scipy", "Reading SVHN")
+    ended = subprocess.run(
+        [sys.executable, "-P", matlab_reader.__file__, str(path)],
+        env={**os.environ, "OPENBLAS_NUM_THREADS": "1"},
+        capture_output=True,
+        check=False,
+    )
+    if ended.returncode:
+        reason = ended.stderr.decode(errors="replace").strip() or "SciPy crashed on it"
+        raise ValueError(f"Cannot read {str(path)!r} as a MATLAB file: {reason}. Fetch it again.")
+    with require("numpy", "Reading SVHN").load(io.BytesIO(ended.stdout)) as arrays:
+        return torch.from_numpy(arrays["X"]), torch.from_numpy(arrays["y"])

@@ -1,0 +1,89 @@
+"""A program: reads X and y of a MATLAB file with SciPy, and writes them to standard output as NumPy's .npz.
+
+A damaged file can crash SciPy, and a small one can unpack to any size, so this is run as a process of its own,
+with bounds. It imports nothing of tekfac, so that it starts fast.
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+import sys
+import warnings
+import zlib
+from importlib import import_module
+from pathlib import Path
+
+HEADER = 128
+COMPRESSED = 15
+MOST_BYTES = 1 << 29
+"""Of all arrays together; those of SVHN's largest file have half of that."""
+
+MOST_NUMBERS = 1 << 28
+"""Of an array; the largest of SVHN's has 225,045,504."""
+
+MOST_MEMORY = 2 << 30
+MOST_SECONDS = 120
+NUMBERS = frozenset(
+    ("int8", "uint8", "int16", "uint16", "int32", "uint32", "int64", "uint64", "single", "double")
+)
+WANTED = ("X", "y")
+
+
+def main(path: str) -> None:
+    """Read, check and write.
+
+    Raises:
+        ValueError: if X or y is missing, too large, or not made of numbers.
+    """
+    warnings.simplefilter("ignore")
+    _bound()
+    _require_whole(memoryview(Path(path).read_bytes()))
+    reader = import_module("scipy.io")
+    found = {name: (shape, kind) for name, shape, kind in reader.whosmat(path, appendmat=False)}
+    for name in WANTED:
+        if name not in found:
+            raise ValueError(f"it has no {name}")
+        shape, kind = found[name]
+        if kind not in NUMBERS:
+            raise ValueError(f"its {name} is of type {kind}, which is none of numbers")
+        if not 2 <= len(shape) <= 4 or min(shape) < 0:
+            raise ValueError(f"its {name} is of shape {list(shape)}; expected two to four lengths")
+        if math.prod(max(length, 1) for length in shape) > MOST_NUMBERS:
+            raise ValueError(f"its {name} of shape {list(shape)} is too large")
+    arrays = reader.loadmat(path, appendmat=False, variable_names=WANTED)
+    import_module("numpy").savez(sys.stdout.buffer, **{name: arrays[name] for name in WANTED})
+
+
+def _require_whole(raw: memoryview) -> None:
+    """See that what is compressed is whole, which SciPy does not, and not larger than it may be."""
+    position, left = HEADER, MOST_BYTES
+    while position + 8 <= len(raw):
+        kind, size = struct.unpack_from("<II", raw, position)
+        position += 8
+        if kind == COMPRESSED:
+            stream = zlib.decompressobj()
+            left -= len(stream.decompress(raw[position : position + size], left + 1))
+            if left < 0:
+                raise ValueError(f"its arrays have more than {MOST_BYTES:,} bytes when unpacked")
+            if not stream.eof:
+                raise ValueError("a compressed array is cut off")
+        position += size
+
+
+def _bound() -> None:
+    """Take no more memory and time than this, where the system can see to that."""
+    try:
+        resource = import_module("resource")
+    except ImportError:  # Windows
+        return
+    resource.setrlimit(resource.RLIMIT_AS, (MOST_MEMORY, MOST_MEMORY))
+    resource.setrlimit(resource.RLIMIT_CPU, (MOST_SECONDS, MOST_SECONDS))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+
+
+if __name__ == "__main__":
+    try:
+        main(sys.argv[1])
+    except Exception as error:  # a damaged file can end in nearly any error
+        sys.exit(str(error) or type(error).__name__)
