@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, Literal
@@ -21,12 +21,14 @@ from torch import Tensor, nn
 import oracle
 from dense import assert_close, dense_block, gradient_step, oracle_block
 from tekfac import KFAC, TEKFAC, TKFAC
-from tekfac.capture.hooks import Capture, FisherKind, LossReduction
+from tekfac.capture.capture import Capture
+from tekfac.capture.measurement import FisherKind, LossReduction, Measurement
 from tekfac.curvature.eigenbasis import Eigenbasis
 from tekfac.curvature.layer_curvature import LayerCurvature
+from tekfac.layers.batch import BatchShape, LayerBatch
 from tekfac.layers.inventory import take_inventory
-from tekfac.layers.rows import BatchShape, LayerBatch, Rows
-from tekfac.likelihoods import Likelihood, SampledLoss, as_likelihood
+from tekfac.layers.rows import Rows
+from tekfac.likelihoods import Likelihood, SampledLoss
 from tekfac.optim.natural_gradient import NaturalGradient
 
 Shape = tuple[int, ...]
@@ -144,34 +146,39 @@ def captured(
     loss_reduction: LossReduction = "mean",
 ) -> dict[str, list[LayerBatch]]:
     """What the library captures in one forward and backward pass; `.grad` is left in place."""
-    capture = Capture(
-        model,
-        take_inventory(model, []).layers.values(),
-        likelihood=as_likelihood(likelihood),
-        fisher=fisher,
-        loss_reduction=loss_reduction,
-    )
-    capture.armed = True
+    measurement = Measurement(likelihood=likelihood, fisher=fisher, loss_reduction=loss_reduction)
+    capture = Capture(model, take_inventory(model, []).layers.values(), measurement)
+    capture.arm()
     model.zero_grad()
     loss(model(inputs)).backward()
-    capture.armed = False
+    capture.disarm()
     assert not capture.problems
-    return capture.batches
+    return capture.batches()
 
 
 def all_rows(batch: LayerBatch) -> Rows:
-    return batch.slice_rows(0, batch.shape.samples)
+    return batch.rows(0, batch.samples)
 
 
-def as_batch(rows: Rows) -> LayerBatch:
-    """Rows as the library's other modules receive them; every sample is one term."""
-    columns, groups, samples, positions, d_out = rows.u.shape
-    shape = BatchShape(columns, groups, samples, positions, rows.a.shape[-1], d_out)
+@dataclass(frozen=True)
+class RowBatch:
+    """Rows as the mathematics receives them from a LayerBatch; every sample is one term."""
 
-    def slice_rows(start: int, stop: int) -> Rows:
-        return Rows(rows.a[:, start:stop], rows.u[:, :, start:stop])
+    whole: Rows
 
-    return LayerBatch(shape, samples, slice_rows)
+    @property
+    def shape(self) -> BatchShape:
+        columns, groups, samples, positions, d_out = self.whole.u.shape
+        return BatchShape(columns, groups, samples, positions, self.whole.a.shape[-1], d_out)
+
+    @property
+    def num_terms(self) -> int:
+        return self.shape.samples
+
+    def chunks(self, samples_per_chunk: int) -> Iterator[Rows]:
+        for start in range(0, self.shape.samples, samples_per_chunk):
+            part = slice(start, start + samples_per_chunk)
+            yield Rows(self.whole.a[:, part], self.whole.u[:, :, part])
 
 
 def as_samples(rows: Rows) -> oracle.Samples:

@@ -19,7 +19,6 @@ from tekfac import TEKFAC, fisher
 from tekfac.lab import optimizers
 from tekfac.lab.config import RunConfig
 from tekfac.lab.grids import Sweep
-from tekfac.optim.settings import DESCRIPTIONS
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -139,9 +138,3 @@ def test_every_page_of_results_says_what_it_was_made_with() -> None:
         assert (link in today) != (link in former), page
         says_so = re.search(r"^> Of (a )?former ", page.read_text(), flags=re.MULTILINE)
         assert bool(says_so) == (link in former), page
-
-
-def test_every_setting_is_explained() -> None:
-    text = (ROOT / "docs/settings.md").read_text()
-    missing = [name for name in DESCRIPTIONS if name != "model" and f"`{name}`" not in text]
-    assert not missing

@@ -106,7 +106,7 @@ FISHERS = ("sampled", "empirical", "exact")
 def test_a_training_pass_would_not_be_silent(fisher: Any) -> None:
     """The twin of the test above that shows it can fail: the curvature is that of both passes."""
     both = after_a_training_pass(fisher, lambda model, optimizer: None)
-    with pytest.raises(AssertionError, match=r"layers\.0\.curvature"):
+    with pytest.raises(AssertionError, match=r"state\.0\.curvature"):
         assert_identical(both, after_a_training_pass(fisher, None))
 
 

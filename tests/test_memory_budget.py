@@ -11,7 +11,8 @@ from torch import Tensor, nn
 
 from dense import METHODS, assert_close, sharings, statistics
 from tekfac import TEKFAC
-from tekfac.layers.rows import LayerBatch, Rows
+from tekfac.layers.batch import LayerBatch
+from tekfac.layers.rows import Rows
 from tekfac.optim.natural_gradient import NaturalGradient
 from training import Batch, mlp, train, vectors
 

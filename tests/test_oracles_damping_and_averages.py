@@ -22,7 +22,7 @@ from dense import (
 from layer_kinds import (
     KINDS,
     Case,
-    as_batch,
+    RowBatch,
     assert_diagonalises,
     case_of,
     every_bias,
@@ -334,7 +334,7 @@ def test_28_rotated_rows_rotate_the_step(method: type[NaturalGradient], position
     turned = Rows(rows.a @ turn_in.mT[:, None], rows.u @ turn_out.mT[None, :, None])
 
     def step(of: Rows, gradient: Tensor) -> Tensor:
-        curvature = refreshed(None, [as_batch(of)], EVERYTHING, recipe_of(method))
+        curvature = refreshed(None, [RowBatch(of)], EVERYTHING, recipe_of(method))
         return precondition(gradient, curvature.basis, curvature.rescaling + damping)
 
     expected = turn_out @ step(rows, gradient) @ turn_in.mT
@@ -542,7 +542,7 @@ def test_29_theta_is_rotated_then_averaged(kind: str, bias: bool, method: type[N
 
 @every_method
 def test_29_refreshing_with_the_same_batch_changes_nothing(method: type[NaturalGradient]) -> None:
-    batches, recipe = [as_batch(random_rows(groups=2, positions=2))], recipe_of(method)
+    batches, recipe = [RowBatch(random_rows(groups=2, positions=2))], recipe_of(method)
     once = refreshed(None, batches, EVERYTHING, recipe)
     again = once
     for _ in range(3):

@@ -16,7 +16,7 @@ import tekfac.curvature.rescaling
 from dense import assert_close, dense_block, measured, relative_error, sharings
 from layer_kinds import (
     Case,
-    as_batch,
+    RowBatch,
     as_samples,
     captured,
     case_of,
@@ -141,7 +141,7 @@ def test_11_the_cheapest_contraction_is_taken(
             return squares_project_first(rows, basis)
 
         monkeypatch.setattr(tekfac.curvature.rescaling, name, contraction)
-    second_moments([as_batch(random_rows(positions=positions))], random_basis(4, 3), BUDGET)
+    second_moments([RowBatch(random_rows(positions=positions))], random_basis(4, 3), BUDGET)
     assert taken == [cheapest]
 
 

@@ -25,8 +25,8 @@ from dense import (
 from layer_kinds import (
     KINDS,
     Pool,
+    RowBatch,
     all_rows,
-    as_batch,
     as_samples,
     assert_blocks_agree,
     captured,
@@ -56,7 +56,7 @@ def curvature_of(method: type[NaturalGradient], rows: Rows, sharing: str | None 
         averaging="moments",
         memory_budget=2**20,
     )
-    return refreshed(None, [as_batch(rows)], Due(factors=True, basis=True, rescaling=True), recipe)
+    return refreshed(None, [RowBatch(rows)], Due(factors=True, basis=True, rescaling=True), recipe)
 
 
 def block_of(method: type[NaturalGradient], rows: Rows, sharing: str | None = None) -> Tensor:

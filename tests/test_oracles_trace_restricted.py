@@ -11,8 +11,8 @@ import tekfac.curvature.factors
 from dense import assert_close, dense_block, dense_factors, measured, relative_error, statistics
 from layer_kinds import (
     Case,
+    RowBatch,
     all_rows,
-    as_batch,
     as_samples,
     captured,
     case_of,
@@ -29,7 +29,7 @@ from tekfac import KFAC, TEKFAC, TKFAC
 from tekfac.curvature.factors import (
     PLAIN,
     TRACE_RESTRICTED,
-    Moments,
+    KroneckerFactors,
     MomentSums,
     exact_by_gradients,
     exact_by_grams,
@@ -166,7 +166,7 @@ def test_06_the_cheaper_way_is_taken(monkeypatch: pytest.MonkeyPatch, positions:
 
 def test_06_a_layer_without_gradient_has_flat_factors() -> None:
     rows = random_rows()
-    moments = TRACE_RESTRICTED.measure([as_batch(Rows(rows.a, 0 * rows.u))], "exact", BUDGET)
+    moments = TRACE_RESTRICTED.measure([RowBatch(Rows(rows.a, 0 * rows.u))], "exact", BUDGET)
     factors = TRACE_RESTRICTED.read(moments)
     expected = oracle.tkfac(rows.a[0], 0 * rows.u[0, 0])
     assert factors.scale.item() == 0
@@ -199,7 +199,7 @@ def test_08_scaling_moves_sigma_alone(sharing: str, positions: int) -> None:
     alpha, beta = 1.7, 0.3
 
     def factors(a: Tensor, u: Tensor) -> tekfac.curvature.factors.KroneckerFactors:
-        return TRACE_RESTRICTED.read(TRACE_RESTRICTED.measure([as_batch(Rows(a, u))], sharing, BUDGET))
+        return TRACE_RESTRICTED.read(TRACE_RESTRICTED.measure([RowBatch(Rows(a, u))], sharing, BUDGET))
 
     plain, scaled = factors(rows.a, rows.u), factors(alpha * rows.a, beta * rows.u)
     assert_close(scaled.scale, (alpha * beta) ** 2 * plain.scale)
@@ -301,7 +301,7 @@ def test_10_kfac_normalised_has_a_larger_divergence() -> None:
     rho = fisher_of(as_samples(all_rows(batches[0])))
     rho = rho / rho.trace()
 
-    def divergence(moments: Moments) -> float:
+    def divergence(moments: KroneckerFactors) -> float:
         factors = TRACE_RESTRICTED.read(moments)  # to unit trace
         block = torch.kron(factors.output[0], factors.input[0])
         return float(oracle.von_neumann_divergence(rho, block))

@@ -20,6 +20,7 @@ from training import (
     everything,
     images,
     mlp,
+    saved_curvature,
     through_a_file,
     train,
     vectors,
@@ -94,13 +95,26 @@ def test_a_restored_damping_rule_is_the_one_that_was_saved() -> None:
     assert optimizer.param_groups[0]["damping"] == TraceBased(0.5)
 
 
-def test_the_state_is_keyed_by_layer_and_parameter_name() -> None:
+def test_the_state_is_in_torchs_own_format_with_names_beside_the_indices() -> None:
     model = cnn()
     optimizer = TEKFAC(model, lr=0.01)
     train(model, optimizer, images(1))
     state = optimizer.state_dict()
-    assert set(state["layers"]) == {"0", "1", "4"}
-    assert set(state["state"]) == set(dict(model.named_parameters()))
+    assert set(state) == {"state", "param_groups"}
+    names = [name for group in state["param_groups"] for name in group["param_names"]]
+    assert sorted(names) == sorted(dict(model.named_parameters()))
+    assert [i for group in state["param_groups"] for i in group["params"]] == list(range(len(names)))
+    assert set(state["state"]) == set(range(len(names)))
+    assert all(own["step"] == 1 for own in state["state"].values())
+    assert set(saved_curvature(state)) == {"0.weight", "1.weight", "4.weight"}
+
+
+def test_a_state_of_another_format_is_refused_by_its_number() -> None:
+    optimizer = TEKFAC(cnn(), lr=0.01)
+    state = optimizer.state_dict()
+    state["param_groups"][0]["tekfac"]["format"] = 0
+    with pytest.raises(ValueError, match="has format 0, this version of tekfac reads format 1"):
+        optimizer.load_state_dict(state)
 
 
 def test_the_state_holds_everything_a_later_step_depends_on() -> None:
@@ -108,12 +122,12 @@ def test_the_state_holds_everything_a_later_step_depends_on() -> None:
     optimizer = TEKFAC(model, lr=0.01)
     train(model, optimizer, images(1))
     state = optimizer.state_dict()
-    for layer in state["layers"].values():
-        curvature = layer["curvature"]
+    for curvature in saved_curvature(state).values():
         assert {"moments", "basis", "theta"} <= set(curvature)
         assert curvature["moments"]["weight"] == curvature["theta"]["weight"] == 1.0
-    assert state["num_steps"] == 1
-    assert isinstance(state["sampling"]["state"], torch.Tensor)
+    whole = state["param_groups"][0]["tekfac"]
+    assert whole["num_steps"] == 1
+    assert isinstance(whole["sampling"]["state"], torch.Tensor)
 
 
 def test_a_state_loaded_into_a_used_optimizer_replaces_all_it_had() -> None:

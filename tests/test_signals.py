@@ -10,7 +10,7 @@ import torch
 
 from dense import METHODS, assert_close, dense_block, statistics
 from tekfac import EKFAC, KFAC, TEKFAC
-from tekfac.capture.hooks import Capture
+from tekfac.capture.capture import Capture
 from tekfac.curvature.network import NetworkCurvature
 from tekfac.optim.natural_gradient import NaturalGradient
 from training import cnn, images, mlp, train, vectors

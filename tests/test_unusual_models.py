@@ -332,7 +332,7 @@ def test_a_state_of_other_forms_or_another_precision_is_refused_by_name(method: 
         return method(mlp(dtype=torch.float32), **settings)
 
     optimizer = made()
-    train(optimizer._roster.model, optimizer, vectors(1, dtype=torch.float32))
+    train(optimizer._model_layers.model, optimizer, vectors(1, dtype=torch.float32))
     state = optimizer.state_dict()
     for other in (
         {"max_dim": 3},

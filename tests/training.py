@@ -101,6 +101,12 @@ def through_a_file(value: Any) -> Any:
     return torch.load(buffer, weights_only=True)
 
 
+def saved_curvature(state: Mapping[str, Any]) -> dict[str, Any]:
+    """The curvature in an optimizer's state, by the names of the weights it is found under."""
+    names = [name for group in state["param_groups"] for name in group["param_names"]]
+    return {names[i]: own["curvature"] for i, own in state["state"].items() if "curvature" in own}
+
+
 def copied(state: Any) -> Any:
     """Nested dicts and lists with clones of their tensors."""
     if isinstance(state, Tensor):

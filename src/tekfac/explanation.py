@@ -11,10 +11,11 @@ from torch import nn
 
 from tekfac import methods
 from tekfac.layers import side_forms
-from tekfac.layers.inventory import Inventory, plain_name, take_inventory
+from tekfac.layers.inventory import Inventory, take_inventory
 from tekfac.layers.layer import Layer
+from tekfac.layers.names import named_parameters
 from tekfac.layers.registry import kind_of
-from tekfac.optim.param_groups import parameters_of
+from tekfac.optim.param_groups import left_to_first_order, resolved_groups
 from tekfac.optim.settings import resolve
 
 FLOPS_OF_EIGENDECOMPOSITION = 9
@@ -159,16 +160,10 @@ def explain(
     if not isinstance(model, nn.Module):
         raise TypeError(f"explain needs a model (nn.Module), got {type(model).__name__}.")
     chosen = methods.named(method)
-    resolved = resolve(
-        chosen.name,
-        settings,
-        methods.default_settings(chosen),
-        methods.refused_settings(chosen),
-        chosen.factors.sharings,
-    )
-    left_out = parameters_of(model, resolved.first_order, "first_order")
-    rule = side_forms.SideRule(resolved.max_dim, resolved.large_dims)
-    inventory = take_inventory(model, left_out, rule, resolved.curvature_dtype)
+    resolved = resolve(chosen, settings)
+    groups = resolved_groups(model, resolved.param_groups)
+    left_out = left_to_first_order(model, resolved.first_order, groups)
+    inventory = take_inventory(model, left_out, resolved.side_rule, resolved.curvature_dtype)
     explanation = Explanation(
         chosen.name,
         tuple(_plan(layer, chosen.rescaling.measured) for layer in inventory.layers.values()),
@@ -200,7 +195,7 @@ def _treatment(layer: Layer) -> str:
     """What the block of a layer is, in words."""
     if layer.shape.layout == "units":
         return "unit by unit, exact"
-    if layer.is_unlike:
+    if layer.is_tied:
         return "table and output projection"
     if layer.is_table:
         return "table"
@@ -229,8 +224,7 @@ def _first_order(model: nn.Module, inventory: Inventory) -> Iterable[FirstOrder]
     holders = {
         parameter: module for module in model.modules() for parameter in module.parameters(recurse=False)
     }
-    for full_name, parameter in model.named_parameters():
-        name = plain_name(full_name)
+    for name, parameter in named_parameters(model):
         if parameter in covered:
             continue
         holder = holders[parameter]

@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor, nn
-from torch.autograd.graph import GradientEdge
 from torch.nn.utils.rnn import PackedSequence
 
-from tekfac.capture.batches import arrangements
-from tekfac.layers.kinds.base import LayerKind, SimpleKind, attribute_at
+from tekfac.capture.sample_axis import arrangements
+from tekfac.common.torch_internals import version_of
+from tekfac.layers.kinds.base import Call, LayerKind, SimpleKind, attribute_at
 from tekfac.layers.layer import Layer
 
 
 @dataclass(eq=False)
-class Watched:
+class WatchedModule:
     """A module whose calls are noted.
 
     Attributes:
@@ -46,31 +46,12 @@ class Watched:
         )
 
 
-@dataclass
-class Call:
-    """One call of a module in a forward pass.
+@dataclass(frozen=True)
+class ModuleCall:
+    """One call of a watched module."""
 
-    Attributes:
-        watched: whose call it is.
-        kept: what its kind wanted to keep of the arguments.
-        versions: of the kept tensors, to notice a change in place.
-        edges: where the gradients of its outputs pass; of an output that the model's own outputs come from at
-            once the number only, and None for one without gradient.
-        outputs: their values, where the call is to be repeated.
-        random_state: of the generators before the call.
-        gradients: of the outputs, for every back-propagated vector.
-        probe: the gradients of the outputs that a single sample of the model's outputs causes; only taken where
-            shapes alone do not tell which axis holds the samples.
-    """
-
-    watched: Watched
-    kept: dict[str, Any]
-    versions: list[int]
-    edges: list[GradientEdge | int | None]
-    outputs: tuple[Tensor, ...] = ()
-    random_state: Any = None
-    gradients: list[list[Tensor | None]] = field(default_factory=list)
-    probe: list[Tensor | None] | None = None
+    watched: WatchedModule
+    call: Call
 
 
 @dataclass
@@ -79,24 +60,34 @@ class Window:
 
     Attributes:
         calls: of its layers' modules.
-        padding: which positions are real, [N, T], where the model was told.
+        real: which positions are real, [N, T], where the model was told.
         used: whether a backward pass has come by.
     """
 
-    calls: list[Call] = field(default_factory=list)
-    padding: Tensor | None = None
+    calls: list[ModuleCall] = field(default_factory=list)
+    real: Tensor | None = None
     used: bool = False
 
 
-def is_unclear(call: Call, num_samples: int) -> bool:
+def watched_modules(layers: Iterable[Layer]) -> list[WatchedModule]:
+    """The modules that use the layers' parameters, each once."""
+    by_module: dict[nn.Module, WatchedModule] = {}
+    for layer in layers:
+        for use in layer.uses:
+            watched = by_module.setdefault(use.module, WatchedModule(use.module, use.kind, {}))
+            watched.layers[use.part] = layer
+    return list(by_module.values())
+
+
+def is_unclear(noted: ModuleCall, num_samples: int) -> bool:
     """Whether the shape of a call leaves open which axis holds the samples."""
-    kind, module = call.watched.kind, call.watched.module
-    known = kind.num_samples(module, call.kept)
+    kind, module, kept = noted.watched.kind, noted.watched.module, noted.call.kept
+    known = kind.num_samples(module, kept)
     if known is not None:
         return known != num_samples
     if not isinstance(kind, SimpleKind):
         return True
-    form, inputs = kind.form(module), call.kept["input"]
+    form, inputs = kind.form(module), kept["input"]
     if form.is_unbatched(inputs):
         return False
     divides = len(inputs) == 1 or len(inputs) % num_samples == 0
@@ -119,13 +110,17 @@ def snapshot(value: Any) -> Any:
     return value
 
 
-def tensors(value: Any) -> Iterator[Tensor]:
-    """The tensors in a snapshot."""
+def versions(kept: Any) -> list[int]:
+    """How often each tensor in a snapshot was changed in place."""
+    return [version_of(tensor) for tensor in _tensors(kept)]
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, dict):
-        yield from (tensor for part in value.values() for tensor in tensors(part))
+        yield from (tensor for part in value.values() for tensor in _tensors(part))
     elif isinstance(value, PackedSequence):
         yield value.data
     elif isinstance(value, tuple | list):
-        yield from (tensor for part in value for tensor in tensors(part))
+        yield from (tensor for part in value for tensor in _tensors(part))

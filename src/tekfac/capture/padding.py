@@ -9,6 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from tekfac.common.checks import nearest
+from tekfac.layers.names import without_wrappers
 
 PaddingMask = str | Callable[..., Tensor]
 """The name of an argument of the model's forward that is True (or 1) where a position is real; or a function of
@@ -80,6 +81,5 @@ def _parameters(model: nn.Module) -> Mapping[str, inspect.Parameter]:
 
 
 def _forward(model: nn.Module) -> Callable[..., Any]:
-    """The forward method, also of a compiled model."""
-    inner = getattr(model, "_orig_mod", model)
-    return inner.forward
+    """The forward method, also of a model that is compiled or wrapped."""
+    return without_wrappers(model).forward

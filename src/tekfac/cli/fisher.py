@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from tekfac.capture.hooks import FISHER_KINDS
+from tekfac.capture.measurement import FISHER_KINDS
 from tekfac.cli import fisher_demo
 from tekfac.cli.fisher_sources import Limited, batches, distinct, load_state
 from tekfac.cli.model_arguments import add_images, add_model, made

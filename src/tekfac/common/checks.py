@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable, Sequence
+from numbers import Integral
 from typing import Any
 
 
@@ -38,3 +39,9 @@ def require_axis(name: str, value: Any) -> None:
     """Raise ValueError for what cannot be an axis of the model's outputs."""
     if not isinstance(value, int) or isinstance(value, bool):
         raise ValueError(f"Invalid {name}: {value!r}. Expected an axis of the model's outputs.")
+
+
+def require_whole(name: str, value: Any, what: str) -> None:
+    """Raise ValueError for what is no whole number of at least 1."""
+    if not isinstance(value, Integral) or isinstance(value, bool) or value < 1:
+        raise ValueError(f"Invalid {name}: {value!r}. Expected a whole number {what}.")

@@ -24,30 +24,20 @@ import torch
 from torch import Tensor
 
 from tekfac.curvature import symmetric
-from tekfac.layers.rows import LayerBatch, Rows, samples_within
-
-
-class Moments(NamedTuple):
-    """Second moments of one layer, in the form that is averaged over steps.
-
-    Attributes:
-        input: [G, d_in, d_in], or in the cheaper form of a large side (see symmetric.py).
-        output: [G, d_out, d_out], likewise.
-        scale: [G]; the common trace sigma for trace-restricted moments, 1 for plain ones.
-    """
-
-    input: Tensor
-    output: Tensor
-    scale: Tensor
+from tekfac.layers.batch import LayerBatch
+from tekfac.layers.rows import Rows, samples_within
 
 
 class KroneckerFactors(NamedTuple):
     """F is approximated by scale * input (x) output.
 
+    The moments that are averaged over steps are of this form, and so are the factors that are read from them:
+    the same, for plain factors; with both sides divided by their trace, for trace-restricted ones.
+
     Attributes:
         input: A or Phi, [G, d_in, d_in], or in the cheaper form of a large side (see symmetric.py).
         output: U or Psi, [G, d_out, d_out], likewise.
-        scale: sigma, [G].
+        scale: [G]; the common trace sigma for trace-restricted factors, 1 for plain ones.
     """
 
     input: Tensor
@@ -91,7 +81,7 @@ class FactorRule:
     sharings: Mapping[str, MeasureChunk]
     trace_restricted: bool
 
-    def measure(self, batches: Sequence[LayerBatch], sharing: str, memory_budget: int) -> Moments:
+    def measure(self, batches: Sequence[LayerBatch], sharing: str, memory_budget: int) -> KroneckerFactors:
         """The moments of one or more batches of the same layer, as of one large batch."""
         num_terms = sum(batch.num_terms for batch in batches)
         return self.moments(self.sums(batches, sharing, memory_budget), num_terms)
@@ -109,14 +99,14 @@ class FactorRule:
     def _measured(self, rows: Rows, sharing: str) -> MomentSums:
         """The sums of a chunk.
 
-        Rows of unlike uses cannot be averaged with one another: unless the exact factors are asked for, each is
-        weighted by its partner, whatever the factors.
+        Rows of a tied table cannot be averaged with one another: unless the exact factors are asked for, each
+        is weighted by its partner, whatever the factors.
         """
-        measure = restricted_expand if rows.unlike and sharing != "exact" else self.sharings[sharing]
+        measure = restricted_expand if rows.tied and sharing != "exact" else self.sharings[sharing]
         sums = measure(rows)
         return sums if rows.tokens is None else sums._replace(input=rows.tokens.spread(sums.input, dim=1))
 
-    def moments(self, sums: MomentSums, num_terms: int) -> Moments:
+    def moments(self, sums: MomentSums, num_terms: int) -> KroneckerFactors:
         """The moments that sums over samples with so many loss terms stand for."""
         if sums.input_count is None:
             input_moment = sums.input / num_terms
@@ -126,19 +116,15 @@ class FactorRule:
             input_moment = sums.input / sums.input_count.reshape(-1, 1, 1)
         traces = symmetric.trace(input_moment)
         scale = traces if self.trace_restricted else torch.ones_like(traces)
-        return Moments(input_moment, sums.output / num_terms, scale)
+        return KroneckerFactors(input_moment, sums.output / num_terms, scale)
 
-    def read(self, moments: Moments) -> KroneckerFactors:
-        """The factors that the (averaged) moments stand for."""
+    def read(self, moments: KroneckerFactors) -> KroneckerFactors:
+        """The factors that the (averaged) moments stand for; factors stand for themselves."""
         if not self.trace_restricted:
-            return KroneckerFactors(*moments)
+            return moments
         return KroneckerFactors(
             symmetric.unit_trace(moments.input), symmetric.unit_trace(moments.output), moments.scale
         )
-
-    def normalised(self, moments: Moments) -> Moments:
-        """Moments as the paper averages them (Eqs. etkfac7, etkfac8): Phi, Psi and sigma themselves."""
-        return Moments(*self.read(moments))
 
 
 def _chunk_size(batch: LayerBatch, memory_budget: int) -> int:

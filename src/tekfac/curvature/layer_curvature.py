@@ -10,10 +10,10 @@ from torch import Tensor
 
 from tekfac.curvature.averages import Average
 from tekfac.curvature.eigenbasis import Eigenbasis, decompose, standard_basis
-from tekfac.curvature.factors import FactorRule, Moments
+from tekfac.curvature.factors import FactorRule, KroneckerFactors
 from tekfac.curvature.rescaling import RescalingRule, product_of_eigenvalues, rotated, second_moments
 from tekfac.curvature.symmetric import DecompositionError
-from tekfac.layers.rows import LayerBatch
+from tekfac.layers.batch import LayerBatch
 
 
 class NonFiniteStatisticsError(ArithmeticError):
@@ -69,7 +69,7 @@ class LayerCurvature:
         failed_refreshes: how often a decomposition failed and an older basis was kept.
     """
 
-    moments: Average[Moments]
+    moments: Average[KroneckerFactors]
     basis: Eigenbasis
     theta: Average[tuple[Tensor]] | None
     failed_refreshes: int = 0
@@ -114,11 +114,11 @@ def refreshed(
 
 def _averaged_moments(
     old: LayerCurvature | None, batches: Sequence[LayerBatch], recipe: Recipe
-) -> Average[Moments]:
+) -> Average[KroneckerFactors]:
     measured = recipe.factors.measure(batches, recipe.sharing, recipe.memory_budget)
     require_finite(*measured)
-    if recipe.averaging == "factors":
-        measured = recipe.factors.normalised(measured)
+    if recipe.averaging == "factors":  # as the paper averages them (Eqs. etkfac7, etkfac8)
+        measured = recipe.factors.read(measured)
     if old is None:
         return Average.of(measured)
     return old.moments.updated(measured, recipe.factor_decay)

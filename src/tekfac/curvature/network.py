@@ -14,8 +14,8 @@ from tekfac.curvature.eigenbasis import Eigenbasis
 from tekfac.curvature.layer_curvature import Due, LayerCurvature, Recipe, refreshed
 from tekfac.curvature.precondition import precondition
 from tekfac.damping import DampingRule, Spectrum
+from tekfac.layers.batch import LayerBatch
 from tekfac.layers.layer import Layer
-from tekfac.layers.rows import LayerBatch
 
 
 class LayerSignals(NamedTuple):

@@ -17,7 +17,8 @@ from torch import Tensor
 
 from tekfac.curvature import symmetric
 from tekfac.curvature.eigenbasis import Eigenbasis
-from tekfac.layers.rows import LayerBatch, Rows, samples_within
+from tekfac.layers.batch import LayerBatch
+from tekfac.layers.rows import Rows, samples_within
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ import torch
 from tekfac import methods
 from tekfac.common.checks import require_choice
 from tekfac.curvature.eigenbasis import Eigenbasis, decompose, standard_basis
-from tekfac.curvature.factors import Moments
+from tekfac.curvature.factors import KroneckerFactors
 from tekfac.curvature.symmetric import DecompositionError
 
 logger = logging.getLogger("tekfac")
@@ -70,7 +70,7 @@ class Approximation:
         """Whether the trace of the approximation is that of the exact block, whatever the layer."""
         return self.corrected or (self.method.factors.trace_restricted and self.sharing == "exact")
 
-    def basis(self, layer: str, moments: Moments, dtype: torch.dtype) -> Eigenbasis:
+    def basis(self, layer: str, moments: KroneckerFactors, dtype: torch.dtype) -> Eigenbasis:
         """The eigenbasis of the factors that the moments stand for, decomposed in float64."""
         factors = self.method.factors.read(moments)
         try:

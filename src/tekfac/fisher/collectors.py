@@ -8,10 +8,11 @@ import torch
 from torch import Tensor
 
 from tekfac.curvature.eigenbasis import Eigenbasis
-from tekfac.curvature.factors import FactorRule, Moments, MomentSums
+from tekfac.curvature.factors import FactorRule, KroneckerFactors, MomentSums
 from tekfac.curvature.layer_curvature import require_finite
 from tekfac.curvature.rescaling import sum_of_squares
-from tekfac.layers.rows import LayerBatch, samples_within
+from tekfac.layers.batch import LayerBatch
+from tekfac.layers.rows import samples_within
 
 
 class FactorSums:
@@ -30,7 +31,7 @@ class FactorSums:
         doubled = MomentSums(*(None if part is None else part.double() for part in sums))  # type: ignore[arg-type]
         self._total = doubled if self._total is None else self._total.plus(doubled)
 
-    def moments(self, num_terms: int) -> Moments:
+    def moments(self, num_terms: int) -> KroneckerFactors:
         """The moments of the whole data set."""
         assert self._total is not None, "nothing was added"
         return self._rule.moments(self._total, num_terms)

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-from tekfac.capture.hooks import Capture
+from tekfac.capture.capture import Capture
 from tekfac.fisher.options import Options
 from tekfac.likelihoods import as_likelihood
 

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from tekfac.capture.hooks import Capture
+from tekfac.capture.capture import Capture
 from tekfac.common.console import track
 from tekfac.common.data_hash import DataHash, is_empty, map_tensors
 from tekfac.curvature.layer_curvature import NonFiniteStatisticsError
@@ -22,11 +22,10 @@ from tekfac.fisher.checkpoint import Checkpoint, Count, HasState
 from tekfac.fisher.loaders import require_loader
 from tekfac.fisher.losses import BatchLosses
 from tekfac.fisher.options import Options
+from tekfac.layers.batch import LayerBatch
 from tekfac.layers.inventory import take_inventory
 from tekfac.layers.layer import Layer
 from tekfac.layers.registry import supported_types
-from tekfac.layers.rows import LayerBatch
-from tekfac.likelihoods import as_likelihood
 
 logger = logging.getLogger("tekfac")
 
@@ -60,7 +59,7 @@ class Survey:
         self.checkpoint: Checkpoint | None = None
         self._losses = BatchLosses(model, options)
         self._passes = 0
-        self.layers = _chosen_layers(model, options.layers)
+        self.layers = _chosen_layers(model, options)
         self.gradients: dict[str, Tensor] = {}
         self.count = Count()
 
@@ -156,7 +155,8 @@ class Survey:
         """Hand what each layer saw of a batch to its collectors; the layers that saw something."""
         capture.clear()
         self._send(capture, batch, index, gradient)
-        for name, batches in capture.batches.items():
+        seen = capture.batches()
+        for name, batches in seen.items():
             try:
                 for collector in collectors.get(name, ()):
                     collector.add(batches)
@@ -168,9 +168,8 @@ class Survey:
             self.count.terms + capture.terms,
             self.count.data.then(batch),
         )
-        seen = set(capture.batches)
         capture.clear()
-        return seen
+        return set(seen)
 
     def _send(self, capture: Capture, batch: Any, index: int, gradient: bool) -> None:
         """Forward and backward pass of a batch; the gradient of the loss, if asked for, is added up."""
@@ -218,26 +217,15 @@ class Survey:
     @contextlib.contextmanager
     def _watching(self) -> Iterator[Capture]:
         """Hooks on, modes of all modules to eval; both undone at the end."""
-        options = self._options
-        capture = Capture(
-            self._model,
-            self.layers.values(),
-            likelihood=as_likelihood(options.likelihood),
-            fisher=options.fisher,
-            loss_reduction=options.loss_reduction,
-            batch_dim=options.batch_dim,
-            outputs=options.outputs,
-            seed=options.seed,
-            only_training=False,
-        )
+        capture = Capture(self._model, self.layers.values(), self._options, only_training=False)
         modes = {module: module.training for module in self._model.modules()}
         self._model.eval()
-        capture.armed = True
+        capture.arm()
         try:
             yield capture
         finally:
             capture.clear()
-            capture.armed = False
+            capture.disarm()
             for module, training in modes.items():
                 module.training = training
 
@@ -273,14 +261,14 @@ def _resumable(collectors: Mapping[str, Sequence[Collector]]) -> dict[str, list[
     return {name: [own for own in owns if isinstance(own, HasState)] for name, owns in collectors.items()}
 
 
-def _chosen_layers(model: nn.Module, names: Iterable[str] | None) -> dict[str, Layer]:
+def _chosen_layers(model: nn.Module, options: Options) -> dict[str, Layer]:
     """The layers to look at; what has no block is named in the log.
 
     Raises:
         ValueError: for a model without any, and for a name that is not the name of one.
     """
-    inventory = take_inventory(model, ())
-    layers = inventory.layers
+    inventory = take_inventory(model, (), options.side_rule, options.curvature_dtype)
+    layers, names = inventory.layers, options.layers
     if not layers:
         kinds = ", ".join(supported_types())
         raise ValueError(f"Found no layer with a Fisher block in {type(model).__name__}. Supported: {kinds}.")

@@ -13,14 +13,13 @@ from tekfac.layers.kinds.base import LayerKind, Part, attribute_at
 from tekfac.layers.kinds.embedding import TableKind
 from tekfac.layers.kinds.linear import LinearKind
 from tekfac.layers.layer import Layer, Use
+from tekfac.layers.names import named_modules
 from tekfac.layers.registry import has_own_forward, kind_of
 from tekfac.layers.shapes import LayerShape
 from tekfac.layers.side_forms import SideRule
 
 ON_REQUEST = "left to first order on request"
-
-COMPILED = "_orig_mod."
-"""What `torch.compile` puts before the names of a model's parameters."""
+FROZEN_WEIGHT = "the weight is frozen, the bias is not"
 
 
 @dataclass
@@ -29,10 +28,12 @@ class Inventory:
 
     Attributes:
         layers: the layers to precondition, by name.
+        dormant: those that would be among them if their weight were not frozen.
         reasons: parameters of supported modules that are left to first order, with the reason.
     """
 
     layers: dict[str, Layer] = field(default_factory=dict)
+    dormant: dict[str, Layer] = field(default_factory=dict)
     reasons: dict[str, str] = field(default_factory=dict)
 
 
@@ -52,11 +53,6 @@ class _Claim:
 
     def full_name(self, parameter: str) -> str:
         return f"{self.name}.{parameter}" if self.name else parameter
-
-
-def plain_name(name: str) -> str:
-    """A name without what `torch.compile` adds to it."""
-    return name.replace(COMPILED, "").removesuffix(COMPILED[:-1])
 
 
 def take_inventory(
@@ -89,16 +85,17 @@ def take_inventory(
         reason = _reason(first, own, holders[weight], requested)
         if reason is not None:
             inventory.reasons[first.full_name(first.part.weight)] = reason
+        if reason not in (None, FROZEN_WEIGHT):
             continue
         with_bias = next((claim for claim in own if claim.bias is not None), first)
         bias = with_bias.bias
         if bias is not None and with_bias.part.bias is not None:
-            reason = _bias_reason(bias, weight, holders, requested)
-            if reason is not None:
-                inventory.reasons[with_bias.full_name(with_bias.part.bias)] = reason
+            bias_reason = _bias_reason(bias, weight, holders, requested)
+            if bias_reason is not None:
+                inventory.reasons[with_bias.full_name(with_bias.part.bias)] = bias_reason
                 bias = None
         layer = _layer(own, with_bias, weight, bias, rule or SideRule(), dtype)
-        inventory.layers[layer.name] = layer
+        (inventory.layers if reason is None else inventory.dormant)[layer.name] = layer
     return inventory
 
 
@@ -106,8 +103,8 @@ def _claims(model: nn.Module, inventory: Inventory) -> dict[nn.Parameter, list[_
     """Who uses what as a weight; modules that cannot be understood are noted with the reason."""
     claims: dict[nn.Parameter, list[_Claim]] = {}
     inner: set[nn.Module] = set()
-    for full_name, module in model.named_modules():
-        kind, name = kind_of(module), plain_name(full_name)
+    for name, module in named_modules(model):
+        kind = kind_of(module)
         if kind is None or module in inner:
             continue
         problem = _problem(name, module, kind)
@@ -151,22 +148,22 @@ def _problem(name: str, module: nn.Module, kind: LayerKind) -> str | None:
 
 def find_parameter(module: nn.Module, name: str) -> nn.Parameter | None:
     """A parameter of the module, or of one of its submodules; None if something else stands there."""
-    path, _, own = name.rpartition(".")
-    return module.get_submodule(path)._parameters.get(own)
+    try:
+        return module.get_parameter(name)
+    except AttributeError:
+        return None
 
 
 def _holders(model: nn.Module) -> dict[nn.Parameter, list[tuple[str, nn.Module]]]:
     """The modules that hold each parameter. One that is used by the module around it counts as that."""
     holders: dict[nn.Parameter, list[tuple[str, nn.Module]]] = {}
     around: dict[nn.Module, tuple[str, nn.Module]] = {}
-    for full_name, module in model.named_modules():
-        name = plain_name(full_name)
+    for name, module in named_modules(model):
         kind = kind_of(module)
         if kind is not None and not has_own_forward(module):
             around.update(dict.fromkeys(kind.inner_modules(module), (name, module)))
-        for parameter in module._parameters.values():
-            if parameter is not None:
-                holders.setdefault(parameter, []).append(around.get(module, (name, module)))
+        for _, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
+            holders.setdefault(parameter, []).append(around.get(module, (name, module)))
     return holders
 
 
@@ -175,10 +172,9 @@ def _reason(
 ) -> str | None:
     """Why a weight cannot be preconditioned, or None."""
     weight = first.weight
+    biases = [claim.bias for claim in claims if claim.bias is not None]
     if weight in requested:
         return ON_REQUEST
-    if not weight.requires_grad and any(c.bias is not None and c.bias.requires_grad for c in claims):
-        return "the weight is frozen, the bias is not"
     claimants = {claim.use.module for claim in claims}
     for name, module in holders:
         if module not in claimants:
@@ -186,8 +182,9 @@ def _reason(
     if len({(claim.use.module, claim.part.weight) for claim in claims}) < len(holders):
         return f"the weight is used twice by {type(first.use.module).__name__} {first.name!r}"
     if _is_tied(claims):
-        biases = {id(claim.bias) for claim in claims if claim.bias is not None}
-        return None if len(biases) <= 1 else "the weight is shared by modules with different biases"
+        if len(set(biases)) > 1:
+            return "the weight is shared by modules with different biases"
+        claims = [first]
     for claim in claims[1:]:
         where = f"{type(claim.use.module).__name__} {claim.name!r}"
         if type(claim.use.kind) is not type(first.use.kind) or claim.part.layout != first.part.layout:
@@ -196,6 +193,8 @@ def _reason(
             return f"the weight is shared with {where}, which has another number of groups"
         if claim.bias is not first.bias:
             return f"the weight is shared with {where}, which has another bias"
+    if not weight.requires_grad and any(bias.requires_grad for bias in biases):
+        return FROZEN_WEIGHT
     return None
 
 
@@ -258,5 +257,5 @@ def _layer(
         shape,
         dtype or torch.promote_types(weight.dtype, torch.float32),
         is_table=table,
-        is_unlike=tied,
+        is_tied=tied,
     )

@@ -38,8 +38,8 @@ class Layer:
         shape: the sizes of its block.
         dtype: of the curvature.
         is_table: whether inputs are numbers of the weight's rows.
-        is_unlike: whether its uses multiply the weight with rows that are no like: a table that is also an
-            output projection.
+        is_tied: whether the weight is a table of embeddings and an output projection at once. Rows of the two
+            uses are of different kinds.
     """
 
     name: str
@@ -49,7 +49,7 @@ class Layer:
     shape: LayerShape
     dtype: torch.dtype
     is_table: bool = False
-    is_unlike: bool = False
+    is_tied: bool = False
 
     @property
     def is_convolution(self) -> bool:
@@ -64,8 +64,13 @@ class Layer:
     def is_same_as(self, other: Layer) -> bool:
         """Whether both are blocks of the same parameters, used by the same modules, in the same form."""
         parameters = [id(p) for p in self.parameters] == [id(p) for p in other.parameters]
+        form = (self.shape, self.dtype) == (other.shape, other.dtype)
+        return parameters and form and self.has_same_uses_as(other)
+
+    def has_same_uses_as(self, other: Layer) -> bool:
+        """Whether both belong to the same weight, used by the same modules."""
         uses = [(id(u.module), u.part) for u in self.uses] == [(id(u.module), u.part) for u in other.uses]
-        return parameters and uses and (self.shape, self.dtype) == (other.shape, other.dtype)
+        return self.weight is other.weight and uses
 
     def to_matrix(self, weight: Tensor, bias: Tensor | None) -> Tensor:
         """Tensors shaped like weight and bias as one matrix per block, [G, d_out, d_in]."""

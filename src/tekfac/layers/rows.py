@@ -12,9 +12,7 @@ vec(G_n) vec(G_n)^T over samples and columns, divided by the number of loss term
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -54,8 +52,8 @@ class Rows:
         block_in: the size of the blocks that the input side is kept in (see side_forms.py); None: whole.
         block_out: of the output side.
         tokens: which columns the inputs belong to, where a has only those that occur.
-        unlike: whether the rows come from uses of the parameters that are no like (a table of embeddings that
-            is also an output projection).
+        tied: whether the rows come from a table of embeddings that is also an output projection: then rows of
+            the two uses cannot be averaged with one another.
     """
 
     a: Tensor
@@ -64,7 +62,7 @@ class Rows:
     block_in: int | None = None
     block_out: int | None = None
     tokens: Tokens | None = None
-    unlike: bool = False
+    tied: bool = False
 
     def gradients(self) -> Tensor:
         """G_n for every column and sample, [K, G, N, d_out, d_in], where tokens leave out what is 0."""
@@ -74,37 +72,6 @@ class Rows:
         """G_n for every column and sample, [K, G, N, d_out, d_in]."""
         gradients = self.gradients()
         return gradients if self.tokens is None else self.tokens.spread(gradients, dim=-1)
-
-
-class BatchShape(NamedTuple):
-    """The six sizes of a batch in the canonical layout."""
-
-    columns: int  # K
-    groups: int  # G
-    samples: int  # N
-    positions: int  # T
-    d_in: int
-    d_out: int
-
-
-@dataclass(frozen=True)
-class LayerBatch:
-    """What one forward and backward pass left for one layer, still to be unfolded into rows.
-
-    Attributes:
-        shape: K, G, N, T, d_in and d_out of the whole batch.
-        num_terms: the number of loss terms M that the Fisher is divided by.
-        slice_rows: gives the rows of samples start..stop-1.
-    """
-
-    shape: BatchShape
-    num_terms: int
-    slice_rows: Callable[[int, int], Rows]
-
-    def chunks(self, samples_per_chunk: int) -> Iterator[Rows]:
-        """The rows of all samples, at most `samples_per_chunk` at a time."""
-        for start in range(0, self.shape.samples, samples_per_chunk):
-            yield self.slice_rows(start, min(start + samples_per_chunk, self.shape.samples))
 
 
 def samples_within(memory_budget: int, numbers_per_sample: int) -> int:

@@ -38,13 +38,14 @@ def inventory(optimizer: str, found: Inventory, names: Mapping[Tensor, str], tol
     in_layers = {p for layer in found.layers.values() for p in layer.parameters}
     others = [name for p, name in names.items() if p not in in_layers]
     trained = [p for p in names if p.requires_grad]
+    trained_layers = sum(layer.weight.requires_grad for layer in found.layers.values())
     share = sum(p.numel() for p in trained if p in in_layers) / max(1, sum(p.numel() for p in trained))
     requested = bool(others) and all(found.reasons.get(name) == ON_REQUEST for name in others)
     rest = f"By momentum SGD on the raw gradient: {', '.join(others)}." if others else "Nothing is left out."
     _once(
         told,
         logging.INFO if share >= USUAL_SHARE or requested else logging.WARNING,
-        f"{optimizer} preconditions {len(found.layers)} layer(s) with {100 * share:.0f}% of the trainable "
+        f"{optimizer} preconditions {trained_layers} layer(s) with {100 * share:.0f}% of the trainable "
         f"parameters. {rest}",
     )
 

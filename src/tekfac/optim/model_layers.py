@@ -1,4 +1,4 @@
-"""The parameters that an optimizer was given and the layers they make, also when the model changes."""
+"""The layers of the model that an optimizer was given, also when the model changes."""
 
 from __future__ import annotations
 
@@ -7,23 +7,24 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from tekfac.layers.inventory import Inventory, plain_name, take_inventory
+from tekfac.layers.inventory import Inventory, take_inventory
+from tekfac.layers.names import named_parameters
 from tekfac.layers.registry import supported_types
-from tekfac.layers.side_forms import SideRule
 from tekfac.optim import messages
-from tekfac.optim.param_groups import completed_groups, parameters_of, resolved_groups
+from tekfac.optim.param_groups import completed_groups, left_to_first_order, resolved_groups
 from tekfac.optim.settings import Settings
 
 ParamGroups = Sequence[Mapping[str, Any]]
 
 
-class Roster:
-    """What belongs where.
+class ModelLayers:
+    """What of a model belongs where.
 
     Attributes:
         model: the model.
-        names: of its parameters, without what a compiled model adds to them.
+        names: of its parameters, whatever is wrapped around it.
         layers: the layers to precondition, by name.
+        watched: these, and those that will be among them if they are unfrozen.
     """
 
     def __init__(self, owner: str, model: nn.Module, settings: Settings) -> None:
@@ -35,16 +36,16 @@ class Roster:
             settings: of the optimizer.
 
         Raises:
-            ValueError: for a model without any layer to precondition.
+            ValueError: for a model without any layer to precondition, or without data.
         """
+        _require_data(owner, model)
         self.model = model
         self.names = _names_of(model)
         self._owner = owner
         self._settings = settings
         self._told: set[str] = set()
         self._given = resolved_groups(model, settings.param_groups)
-        requested = parameters_of(model, settings.first_order, "first_order")
-        requested += [p for group in self._given if group.get("first_order", False) for p in group["params"]]
+        requested = left_to_first_order(model, settings.first_order, self._given)
         self._requested: frozenset[Tensor] = frozenset(requested)
         self._automatic = slice(len(self._given), len(self._given))
         inventory = self._inventory(requested)
@@ -57,6 +58,7 @@ class Roster:
             )
         messages.inventory(owner, inventory, self.names, self._told)
         self.layers = inventory.layers
+        self.watched = {**inventory.layers, **inventory.dormant}
         self._trainable = self._is_trainable()
 
     def param_groups(self, first_order_lr: float) -> list[dict[str, Any]]:
@@ -64,6 +66,10 @@ class Roster:
         groups = completed_groups(self.model, self.layers.values(), self._given, first_order_lr)
         self._automatic = slice(len(self._given), len(groups))
         return groups
+
+    def present_names(self) -> dict[Tensor, str]:
+        """Of the model's parameters, those that it has got meanwhile included."""
+        return _names_of(self.model)
 
     def was_frozen_or_unfrozen(self) -> bool:
         """Whether some parameter was, since the model was last looked through."""
@@ -88,6 +94,7 @@ class Roster:
         inventory = self._inventory(requested | self._requested)
         before, found = self.layers, inventory.layers
         kept = [name for name, layer in found.items() if name in before and layer.is_same_as(before[name])]
+        self.watched = {**found, **inventory.dormant}
         unchanged = list(before) == list(found) == kept
         if not unchanged or set(self.names) != known:
             messages.inventory(self._owner, inventory, self.names, self._told)
@@ -105,8 +112,7 @@ class Roster:
 
     def _inventory(self, requested: Iterable[Tensor]) -> Inventory:
         settings = self._settings
-        rule = SideRule(settings.max_dim, settings.large_dims)
-        return take_inventory(self.model, requested, rule, settings.curvature_dtype)
+        return take_inventory(self.model, requested, settings.side_rule, settings.curvature_dtype)
 
     def _is_trainable(self) -> list[bool]:
         """Of every parameter, whether it is not frozen now."""
@@ -121,7 +127,20 @@ class Roster:
         ours = {p for group in automatic for p in group["params"]}
         of_layers["params"] = [p for p in self.names if p in ours and p in in_layers]
         of_others["params"] = [p for p in self.names if p in ours and p not in in_layers]
+        for group in automatic:
+            group["param_names"] = [self.names[p] for p in group["params"]]
 
 
 def _names_of(model: nn.Module) -> dict[Tensor, str]:
-    return {parameter: plain_name(name) for name, parameter in model.named_parameters()}
+    return {parameter: name for name, parameter in named_parameters(model)}
+
+
+def _require_data(owner: str, model: nn.Module) -> None:
+    """Raise ValueError for parameters on the meta device."""
+    empty = [name for name, parameter in named_parameters(model) if parameter.is_meta]
+    if empty:
+        raise ValueError(
+            f"{owner} needs a model with data; {len(empty)} of its parameters ({empty[0]}, ...) are on the "
+            "meta device. Give them data first, by model.to_empty(device=...) and the model's own "
+            "initialisation or load_state_dict, which makes new parameters; then make the optimizer."
+        )

@@ -3,26 +3,33 @@
 from __future__ import annotations
 
 import time
-import weakref
-from collections.abc import Callable, Mapping
-from typing import Any, ClassVar, Self, Unpack, overload
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, ClassVar, Literal, Never, Self, overload
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from tekfac.capture.hooks import Capture
+from tekfac.capture.capture import Capture
+from tekfac.capture.measurement import DEFAULT_MEMORY_BUDGET, FisherKind, LossReduction
+from tekfac.capture.outputs import OutputSelector
+from tekfac.capture.padding import PaddingMask
+from tekfac.common.checks import require_keywords
+from tekfac.common.torch_internals import largest_entries
 from tekfac.curvature.blocks.block_diagonal import BlockDiagonal
 from tekfac.curvature.blocks.kronecker import KroneckerBlock
-from tekfac.curvature.layer_curvature import Due, NonFiniteStatisticsError, Recipe
+from tekfac.curvature.layer_curvature import Due, LayerCurvature, NonFiniteStatisticsError, Recipe
 from tekfac.curvature.network import LayerSignals, NetworkCurvature
-from tekfac.damping import DampingRule, as_rule
+from tekfac.damping import BetaReading, DampingRule, as_rule
 from tekfac.layers.layer import Layer
-from tekfac.likelihoods import as_likelihood
-from tekfac.methods import Method, default_settings, paper_settings, refused_settings
-from tekfac.optim import messages, state
-from tekfac.optim.model_layers import Roster
-from tekfac.optim.settings import Keywords, check_group, documented, resolve, signature
+from tekfac.layers.side_forms import DEFAULT_MAX_DIM, LargeDims
+from tekfac.likelihoods import Likelihood, SampledLoss
+from tekfac.methods import Method, paper_settings
+from tekfac.optim import messages
+from tekfac.optim.model_layers import ModelLayers
+from tekfac.optim.param_groups import Selected, named, selected_parameters
+from tekfac.optim.settings import NAMES, Averaging, check_group, resolve
+from tekfac.optim.state import SavedState, to_torch
 from tekfac.optim.update import apply_update, kl_coefficient
 
 MAX_ATTEMPTS = 3
@@ -40,33 +47,102 @@ class NaturalGradient(Optimizer):
 
     method: ClassVar[Method]
 
-    def __init_subclass__(cls) -> None:
-        super().__init_subclass__()
-        own = signature(default_settings(cls.method), refused_settings(cls.method))
-        cls.__signature__ = own  # type: ignore[attr-defined]
-        cls.__doc__ = documented(cls.__doc__ or "", own.parameters)
-
     def __init__(
         self,
         model: nn.Module,
         lr: float = 1e-3,
         momentum: float = 0.9,
         weight_decay: float = 0.0,
-        **keywords: Unpack[Keywords],
+        *,
+        # the step
+        kl_clip: float | None = None,
+        damping: float | DampingRule | Literal["auto"] | None = "auto",
+        trace_floor: float | None = None,
+        beta: BetaReading | None = None,
+        # curvature
+        factors_every: int = 50,
+        basis_every: int = 50,
+        rescaling_every: int | None = None,
+        factor_decay: float = 0.95,
+        rescaling_decay: float | None = None,
+        sharing: Literal["auto", "exact", "expand", "reduce"] = "auto",
+        averaging: Averaging | None = None,
+        # its measurement
+        fisher: FisherKind = "sampled",
+        likelihood: str | Likelihood | SampledLoss = "categorical",
+        loss_reduction: LossReduction = "mean",
+        batch_dim: int = 0,
+        outputs: OutputSelector | None = None,
+        padding_mask: PaddingMask | None = None,
+        max_dim: int = DEFAULT_MAX_DIM,
+        large_dims: LargeDims = "auto",
+        curvature_dtype: torch.dtype | None = None,
+        memory_budget: int = DEFAULT_MEMORY_BUDGET,
+        seed: int | None = None,
+        grad_scaler: torch.amp.GradScaler | None = None,
+        # which parameters
+        first_order: Selected | Iterable[Selected] = (),
+        first_order_lr: float | None = None,
+        param_groups: Iterable[Mapping[str, Any]] = (),
+        **unknown: Never,
     ) -> None:
+        """Make the optimizer of a model; docs/settings.md says more of every keyword, and how to choose.
+
+        Args:
+            model: the network; tekfac.explain(model) tells which of its layers are preconditioned, and how.
+            lr: step length along the preconditioned gradient; not comparable with SGD's.
+            momentum: of the preconditioned gradient, in [0, 1).
+            weight_decay: decoupled: w <- (1 - lr * weight_decay) * w.
+            kl_clip: bound on lr^2 g.Pg, to which the preconditioned gradient is shortened; None: no bound.
+            damping: a number: S + damping * I; a rule of tekfac.damping; None: the paper's rule for this
+                method; "auto": 0.01, added to S (EKFAC, TEKFAC) or to each factor (KFAC, TKFAC).
+            trace_floor: vartheta: the least trace that the paper's damping is computed from; None: 0.01. A
+                number asks for that damping. KFAC and EKFAC have none.
+            beta: how the paper's damping treats linear layers beside convolutions: "add", "scale", "scale_all"
+                or "convolution"; None: "add". A name asks for that damping. KFAC and EKFAC have none.
+            factors_every: steps between updates of the factors.
+            basis_every: steps between eigendecompositions.
+            rescaling_every: steps between updates of Theta; None: 50. KFAC and TKFAC have none.
+            factor_decay: weight of the past in the factors' running averages, in [0, 1).
+            rescaling_decay: weight of the past in the running average of Theta, in [0, 1); None: 0.95. KFAC and
+                TKFAC have none.
+            sharing: of weights over positions: "exact" (TKFAC and TEKFAC only), "expand" or "reduce"; "auto":
+                "exact" where there is one, else "expand".
+            averaging: of raw "moments", or of the normalised "factors"; None: "moments". KFAC and EKFAC have
+                none.
+            fisher: "sampled" labels (from the model's own prediction), "empirical" or "exact".
+            likelihood: "categorical", "bernoulli", "gaussian", a tekfac.likelihoods.Likelihood, or a callable
+                (outputs, generator) -> losses of drawn labels.
+            loss_reduction: how the loss adds up its terms: "mean", "batchmean" or "sum".
+            batch_dim: the axis of the model's outputs that holds the samples.
+            outputs: a function from what the model returns to its predictions, where that is not plain.
+            padding_mask: the argument of the model, or a function of its arguments, that tells which positions
+                are real; None: attention_mask and key padding masks are found.
+            max_dim: inputs or outputs of a layer beyond which that side of its block takes a cheaper form.
+            large_dims: which: "blocks", "diagonal", or "auto" for up to four blocks, then the diagonal.
+            curvature_dtype: torch.float32 or torch.float64; None: float32, or float64 for float64 parameters.
+            memory_budget: bytes of working memory for the rows of one layer.
+            seed: of the generator that draws labels; None: torch.initial_seed().
+            grad_scaler: the loss scaler; only fisher="empirical" needs to know it.
+            first_order: names, modules, their types or parameters to leave to momentum SGD on the raw gradient.
+            first_order_lr: learning rate of what is not preconditioned; None: lr.
+            param_groups: groups with lr, momentum, weight_decay, damping or first_order of their own.
+            **unknown: there are no others; a misspelt one gets an error with the name that was probably meant.
+
+        Raises:
+            TypeError: for something that is no model, and for keywords that the method does not have.
+            ValueError: for values that do not fit, and for a model without any layer to precondition.
+        """
+        given = {name: value for name, value in locals().items() if name in NAMES}
         name = type(self).__name__
         if not isinstance(model, nn.Module):
             raise TypeError(
                 f"{name} needs the model itself, to see its layers' inputs and outputs; got "
                 f"{type(model).__name__}. Write {name}(model, ...), not {name}(model.parameters(), ...)."
             )
-        settings = resolve(
-            name,
-            keywords,
-            default_settings(self.method),
-            refused_settings(self.method),
-            self.method.factors.sharings,
-        )
+        require_keywords(name, unknown, ["lr", "momentum", "weight_decay", *NAMES])
+        _require_one_process(name)
+        settings = resolve(self.method, given)
         self._settings = settings
         self._own_damping = self.method.own_damping(settings.trace_floor, settings.beta)
         recipe = Recipe(
@@ -78,14 +154,18 @@ class NaturalGradient(Optimizer):
             averaging=settings.averaging,
             memory_budget=settings.memory_budget,
         )
-        self._roster = Roster(name, model, settings)
+        self._model_layers = ModelLayers(name, model, settings)
         self._network = NetworkCurvature(self._layers, recipe)
+        self._capture = Capture(
+            model, self._model_layers.watched.values(), settings, grad_scaler=settings.grad_scaler
+        )
         self._reported: set[str] = set()
         self._attempts: dict[str, int] = {}
         self.num_steps = 0
         self.skipped_steps = 0
         self._skipped_in_a_row = 0
         self._refresh_seconds = 0.0
+        self._is_made = False  # torch adds the first groups by the method that users add others with
         first_order_lr = lr if settings.first_order_lr is None else settings.first_order_lr
         defaults = {
             "lr": lr,
@@ -94,23 +174,11 @@ class NaturalGradient(Optimizer):
             "damping": settings.damping,
             "first_order": False,
         }
-        super().__init__(self._roster.param_groups(first_order_lr), defaults)
+        super().__init__(self._model_layers.param_groups(first_order_lr), defaults)
+        self._is_made = True
         self._first_order_ratio = first_order_lr / lr
         self._require_whole_layers()
         self._network.check_rules(self._damping_rules())
-        self._capture = Capture(
-            model,
-            self._layers.values(),
-            likelihood=as_likelihood(settings.likelihood),
-            fisher=settings.fisher,
-            loss_reduction=settings.loss_reduction,
-            batch_dim=settings.batch_dim,
-            outputs=settings.outputs,
-            padding_mask=settings.padding_mask,
-            grad_scaler=settings.grad_scaler,
-            seed=torch.initial_seed() if settings.seed is None else settings.seed,
-        )
-        self._capture.before_pass = weakref.WeakMethod(self._before_pass)
         self._arm()
 
     @classmethod
@@ -118,15 +186,15 @@ class NaturalGradient(Optimizer):
         """The optimizer with the paper's reading of every setting; keywords override single ones."""
         return cls(model, **{**paper_settings(cls.method), **overrides})
 
-    # -- what is where ---------------------------------------------------------------------------------
+        # -- what is where ---------------------------------------------------------------------------------
 
     @property
     def _layers(self) -> dict[str, Layer]:
-        return self._roster.layers
+        return self._model_layers.layers
 
     @property
     def _names(self) -> dict[Tensor, str]:
-        return self._roster.names
+        return self._model_layers.names
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group, as for any torch optimizer.
@@ -136,24 +204,25 @@ class NaturalGradient(Optimizer):
         """
         check_group({**self.defaults, **param_group})
         messages.unknown_keys(type(self).__name__, param_group, self.defaults)
-        super().add_param_group(param_group)
-        if hasattr(self, "_capture"):
+        model = self._model_layers.model
+        parameters = selected_parameters(model, param_group["params"], "add_param_group")
+        before = sum(len(group["params"]) for group in self.param_groups)
+        names = self._model_layers.present_names()
+        super().add_param_group(named({**param_group, "params": parameters}, names, before))
+        for parameter in parameters:
+            self.state[parameter]["step"] = 0
+        if self._is_made:
             self._look_again()
-            late = [p for p in self.param_groups[-1]["params"] if p not in self._names]
+            late = [p for p in parameters if p not in self._names]
             messages.late_parameters(type(self).__name__, len(late))
 
-    def _before_pass(self) -> None:
-        """What is checked when a forward pass that will be measured begins."""
-        self._look_again_if_frozen_or_unfrozen()
-        self._roster.report_strangers(self.param_groups)
-
     def _look_again_if_frozen_or_unfrozen(self) -> None:
-        if self._roster.was_frozen_or_unfrozen():
+        if self._model_layers.was_frozen_or_unfrozen():
             self._look_again()
 
     def _look_again(self) -> None:
         """Look through the model again; layers that are what they were keep their curvature."""
-        kept = self._roster.look_again(self.param_groups)
+        kept = self._model_layers.look_again(self.param_groups)
         if kept is None:
             return
         self._network.layers = self._layers
@@ -162,7 +231,7 @@ class NaturalGradient(Optimizer):
         self._network.check_rules(self._damping_rules())
         waiting = [n for n, layer in self._layers.items() if layer.weight.requires_grad]
         self._attempts = {name: 0 for name in waiting if name not in self._network.blocks}
-        self._capture.watch(self._layers.values())
+        self._capture.watch(self._model_layers.watched.values())
         self._arm()
 
     def _require_whole_layers(self) -> None:
@@ -207,6 +276,7 @@ class NaturalGradient(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        self._look_again_if_frozen_or_unfrozen()
         with torch.autocast(next(iter(self._names)).device.type, enabled=False):
             problem = self._try_step(loss)
         if problem is not None:
@@ -220,7 +290,7 @@ class NaturalGradient(Optimizer):
         if self._capture.problems:
             return "; ".join(self._capture.problems)
         # Factors, eigenbasis, re-scaling: new values, which replace the old ones only if all are finite.
-        due, batches, before = self._due(), self._capture.batches, self._network.blocks
+        due, batches, before = self._due(), self._capture.batches(), self._network.blocks
         start = time.perf_counter()
         try:
             blocks = self._network.refreshed(batches, due)
@@ -246,7 +316,6 @@ class NaturalGradient(Optimizer):
         self._note_unseen()
         self.num_steps += 1
         self._skipped_in_a_row = 0
-        self._look_again_if_frozen_or_unfrozen()
         self._arm()
         return None
 
@@ -261,7 +330,11 @@ class NaturalGradient(Optimizer):
         A layer that was not seen in a few watched steps waits for the next step that measures anyway.
         """
         waiting = any(attempts < MAX_ATTEMPTS for attempts in self._attempts.values())
-        self._capture.armed = self._due().anything or waiting or not self._network.blocks
+        if self._due().anything or waiting or not self._network.blocks:
+            self._model_layers.report_strangers(self.param_groups)
+            self._capture.arm()
+        else:
+            self._capture.disarm()
 
     def _due(self) -> Due:
         """What Algorithm 1 refreshes at the present step."""
@@ -299,6 +372,8 @@ class NaturalGradient(Optimizer):
         """Move the parameters."""
         for group in self.param_groups:
             trained = [p for p in group["params"] if p in directions]
+            for parameter in trained:
+                self.state[parameter]["step"] += 1
             apply_update(
                 trained,
                 [directions[p] for p in trained],
@@ -321,8 +396,7 @@ class NaturalGradient(Optimizer):
         directions = {p: direction for p, direction in directions.items() if direction.numel()}
         if not directions:
             return None
-        largest = torch._foreach_norm(list(directions.values()), float("inf"))
-        finite = torch.stack([torch.isfinite(norm) for norm in largest])
+        finite = torch.stack([torch.isfinite(norm) for norm in largest_entries(list(directions.values()))])
         if bool(finite.all()):
             return None
         bad = [
@@ -344,15 +418,19 @@ class NaturalGradient(Optimizer):
 
     def _note_unseen(self) -> None:
         """Keep count of layers that have a gradient but no statistics, and say so once of each."""
+        watched = self._capture.armed
         unseen = []
         for name, layer in self._layers.items():
+            has_gradient = layer.weight.grad is not None
             if name in self._network.blocks:
                 self._attempts.pop(name, None)
-            elif layer.weight.grad is not None or name in self._attempts:
-                self._attempts[name] = self._attempts.get(name, 0) + self._capture.armed
-                if layer.weight.grad is not None and self._capture.armed:
+            elif has_gradient or name in self._attempts:
+                self._attempts.setdefault(name, 0)
+                if watched:
+                    self._attempts[name] += 1
+                if watched and has_gradient:
                     unseen.append(name)
-        new = [name for name in unseen if name not in self._reported]
+        new = [name for name in unseen if name not in self._reported | self._capture.left_out]
         if new:
             self._reported.update(new)
             messages.unseen_layers(type(self).__name__, new, self._capture.why_nothing_came)
@@ -387,24 +465,20 @@ class NaturalGradient(Optimizer):
     # -- state -----------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything that a later step depends on, keyed by layer and parameter name.
+        """Everything that a later step depends on, in torch's own format (see optim/state.py).
 
         Plain dicts, lists, numbers, strings and tensors: torch.load(weights_only=True) reads it.
         """
         self._capture.drop_what_was_zeroed()
-        return {
-            **state.named_state(super().state_dict(), self.param_groups, self._names),
+        whole = {
             "method": self.method.name,
             "num_steps": self.num_steps,
             "skipped_steps": self.skipped_steps,
             "attempts": dict(self._attempts),
             "recipe": self._recipe_in_words(),
             "sampling": self._capture.sampling.state(),
-            "layers": {
-                name: state.layer_to_plain(layer, self._network.blocks.get(name))
-                for name, layer in self._layers.items()
-            },
         }
+        return to_torch(super().state_dict(), self.param_groups, self._layers, self._network.blocks, whole)
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Go on where the saved optimizer stopped, bit for bit.
@@ -414,20 +488,17 @@ class NaturalGradient(Optimizer):
                 names what differs. Nothing is changed then.
         """
         self._look_again_if_frozen_or_unfrozen()
-        state.require_same_method(state_dict, self.method.name, self._recipe_in_words())
-        state.require_same_architecture(state_dict, self._layers, self._names, self.param_groups)
-        blocks = {
-            name: state.curvature_from_plain(plain["curvature"], self._layers[name].weight.device)
-            for name, plain in state_dict["layers"].items()
-            if plain["curvature"] is not None
-        }
-        super().load_state_dict(state.indexed_state(state_dict, self.param_groups, self._names))
+        saved = SavedState(state_dict, self._layers, self.param_groups)
+        saved.require_method(self.method.name, self._recipe_in_words())
+        saved.require_architecture()
+        blocks: dict[str, LayerCurvature] = saved.blocks()
+        super().load_state_dict(saved.for_torch())
         self._network.blocks = blocks
-        self.num_steps = state_dict["num_steps"]
-        self.skipped_steps = state_dict["skipped_steps"]
-        self._attempts = dict(state_dict["attempts"])
+        self.num_steps = saved.whole["num_steps"]
+        self.skipped_steps = saved.whole["skipped_steps"]
+        self._attempts = dict(saved.whole["attempts"])
         self._capture.clear()
-        self._capture.sampling.load(state_dict["sampling"])
+        self._capture.sampling.load(saved.whole["sampling"])
         self._arm()
 
     def _recipe_in_words(self) -> dict[str, str]:
@@ -438,4 +509,15 @@ class NaturalGradient(Optimizer):
         raise TypeError(
             f"{type(self).__name__} watches a live model and cannot be copied or pickled. Save its "
             "state_dict() and load that into an optimizer made for the other model."
+        )
+
+
+def _require_one_process(optimizer: str) -> None:
+    """Raise RuntimeError where several processes train together: each would measure a curvature of its own."""
+    distributed = torch.distributed
+    if distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1:
+        raise RuntimeError(
+            f"{optimizer} does not share curvature between processes yet, and {distributed.get_world_size()} "
+            "of them are in this process group: each would measure on its own part of the batch, and the "
+            "replicas would drift apart. Train in one process, or use a first-order optimizer here."
         )

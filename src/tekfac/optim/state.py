@@ -1,7 +1,17 @@
-"""Optimizer state as plain values keyed by name, and back.
+"""Optimizer state in torch's own format, and back.
 
-Plain means dicts, lists, numbers, strings and tensors, so that torch.load(weights_only=True) reads a
-saved state. Nothing here is cast: a factor comes back in the precision it was saved in.
+    {"state": {0: {"step": 7, "momentum_buffer": ..., "curvature": {...}}, 1: {...}},
+     "param_groups": [{"lr": ..., "params": [0, 1], "param_names": ["0.weight", "0.bias"], "tekfac": {...}},
+     ...]}
+
+So frameworks and `torch.distributed.checkpoint` treat it like any other: state per parameter, by index, with
+the names beside. The curvature of a layer is found under its weight. What belongs to the optimizer as a whole
+(its method, clocks and random numbers, and the sizes of its layers) stands in the first group, under "tekfac":
+entries beside "state" and "param_groups" would not survive those tools.
+
+All of it is plain: dicts, lists, numbers, strings and tensors, which torch.load(weights_only=True) reads.
+Nothing is
+cast: a factor comes back in the precision it was saved in.
 """
 
 from __future__ import annotations
@@ -14,18 +24,200 @@ from torch import Tensor
 
 from tekfac.curvature.averages import Average
 from tekfac.curvature.eigenbasis import Eigenbasis
-from tekfac.curvature.factors import Moments
+from tekfac.curvature.factors import KroneckerFactors
 from tekfac.curvature.layer_curvature import LayerCurvature
 from tekfac.damping import from_plain, to_plain
 from tekfac.layers.layer import Layer
 
-NamedGroups = Sequence[Mapping[str, Any]]
+FORMAT = 1
+"""Raised when a state of the version before can no longer be read."""
+
+KEY = "tekfac"
+"""The entry of the first group with what belongs to the optimizer as a whole."""
+
+Groups = Sequence[Mapping[str, Any]]
 
 
-def layer_to_plain(layer: Layer, curvature: LayerCurvature | None) -> dict[str, Any]:
-    """One layer's shape, and its curvature (if there is any yet) as tensors and numbers."""
-    plain = None if curvature is None else _curvature_to_plain(curvature)
-    return {"shape": _sizes(layer), "form": _form(layer), "curvature": plain}
+def to_torch(
+    torchs: Mapping[str, Any],
+    groups: Groups,
+    layers: Mapping[str, Layer],
+    blocks: Mapping[str, LayerCurvature],
+    whole: Mapping[str, Any],
+) -> dict[str, Any]:
+    """What `state_dict` returns.
+
+    Args:
+        torchs: what `torch.optim.Optimizer.state_dict` gave.
+        groups: the optimizer's own.
+        layers: by name.
+        blocks: their curvature, of those that have any yet.
+        whole: what belongs to the optimizer as a whole.
+    """
+    index = {parameter: position for position, parameter in enumerate(_parameters(groups))}
+    state = {key: dict(values) for key, values in torchs["state"].items()}
+    for name, block in blocks.items():
+        state.setdefault(index[layers[name].weight], {})["curvature"] = _curvature_to_plain(block)
+    described = {name: {"shape": _sizes(layer), "form": _form(layer)} for name, layer in layers.items()}
+    saved = [{**group, "damping": to_plain(group["damping"])} for group in torchs["param_groups"]]
+    saved[0][KEY] = {"format": FORMAT, **whole, "layers": described}
+    return {"state": state, "param_groups": saved}
+
+
+class SavedState:
+    """A state that is to be loaded into an optimizer with the given layers and groups.
+
+    Attributes:
+        whole: what belongs to the optimizer as a whole.
+    """
+
+    def __init__(self, state_dict: Mapping[str, Any], layers: Mapping[str, Layer], groups: Groups) -> None:
+        """Read a state.
+
+        Raises:
+            ValueError: for what is no state of this library, or of another version of it.
+        """
+        self._groups: list[dict[str, Any]] = [dict(group) for group in state_dict.get("param_groups", ())]
+        if not self._groups or KEY not in self._groups[0]:
+            found = sorted(self._groups[0]) if self._groups else sorted(state_dict)
+            raise ValueError(
+                f"This is not the state of a tekfac optimizer: its first param group has no entry {KEY!r}, "
+                f"only {found}."
+            )
+        self.whole: dict[str, Any] = self._groups[0].pop(KEY)
+        if self.whole["format"] != FORMAT:
+            raise ValueError(
+                f"The saved state has format {self.whole['format']}, this version of tekfac reads format "
+                f"{FORMAT}. Load it with the version that saved it."
+            )
+        self._layers = layers
+        self._present = groups
+        # Whatever stands for a parameter there, an index or a name, stands for the one in the same place here.
+        keys = (key for group in self._groups for key in group["params"])
+        index = {key: position for position, key in enumerate(keys)}
+        self._state = {index[key]: dict(values) for key, values in state_dict["state"].items()}
+
+    def require_method(self, method: str, recipe: Mapping[str, str]) -> None:
+        """Raise ValueError for a state of another method, or measured in another way."""
+        saved = self.whole["method"]
+        if saved != method:
+            raise ValueError(
+                f"The saved state is that of {saved}, this optimizer is {method}. Load it into "
+                f"tekfac.{saved}, or start {method} anew."
+            )
+        for key, value in recipe.items():
+            if self.whole["recipe"][key] != value:
+                raise ValueError(
+                    f"The saved statistics were taken with {key}={self.whole['recipe'][key]!r}, this optimizer "
+                    f"has {key}={value!r}; they cannot be averaged. Make the optimizer with the saved setting."
+                )
+
+    def require_architecture(self) -> None:
+        """Raise ValueError that names every layer and parameter in which the saved state differs."""
+        differences = self._differing_layers() + self._differing_parameters()
+        if differences:
+            raise ValueError("The saved state is that of another architecture: " + "; ".join(differences) + ".")
+
+    def _differing_layers(self) -> list[str]:
+        ours, theirs = self._layers, self.whole["layers"]
+        differences = _only_in(ours, theirs, "layer")
+        for name in ours.keys() & theirs.keys():
+            sizes, form = _sizes(ours[name]), _form(ours[name])
+            if theirs[name]["shape"] != sizes:
+                differences.append(
+                    f"layer {name!r} has blocks {sizes} (groups, out, in), saved {theirs[name]['shape']}"
+                )
+            elif theirs[name]["form"] != form:
+                differences.append(
+                    f"layer {name!r} keeps its sides as {form} (blocks of outputs, blocks of inputs, "
+                    f"precision), saved {theirs[name]['form']}: give the same max_dim, large_dims, "
+                    "curvature_dtype"
+                )
+        return differences
+
+    def _differing_parameters(self) -> list[str]:
+        ours = [list(group["param_names"]) for group in self._present]
+        theirs = [list(group["param_names"]) for group in self._groups]
+        our_names, their_names = ({name for group in groups for name in group} for groups in (ours, theirs))
+        differences = _only_in(our_names, their_names, "parameter")
+        if our_names != their_names:
+            return differences
+        if ours != theirs:
+            return [f"the param groups hold other parameters: {ours} here, {theirs} in the saved state"]
+        names = [name for group in ours for name in group]
+        parameters = _parameters(self._present)
+        for index, values in self._state.items():
+            velocity = values.get("momentum_buffer")
+            if velocity is not None and velocity.shape != parameters[index].shape:
+                differences.append(
+                    f"parameter {names[index]!r} has shape {list(parameters[index].shape)}, saved "
+                    f"{list(velocity.shape)}"
+                )
+        return differences
+
+    def for_torch(self) -> dict[str, Any]:
+        """What `torch.optim.Optimizer.load_state_dict` is to get: all but the curvature."""
+        position = iter(range(len(_parameters(self._present))))
+        return {
+            "state": {
+                index: {key: _copied(value) for key, value in values.items() if key != "curvature"}
+                for index, values in self._state.items()
+            },
+            "param_groups": [
+                {
+                    **group,
+                    "params": [next(position) for _ in group["params"]],
+                    "damping": from_plain(group["damping"]),
+                }
+                for group in self._groups
+            ],
+        }
+
+    def blocks(self) -> dict[str, LayerCurvature]:
+        """The curvature of the layers that had any, on the devices of their weights."""
+        index = {parameter: position for position, parameter in enumerate(_parameters(self._present))}
+        found = {}
+        for name, layer in self._layers.items():
+            plain = self._state.get(index[layer.weight], {}).get("curvature")
+            if plain is not None:
+                found[name] = _curvature_from_plain(plain, layer.weight.device)
+        return found
+
+
+def _curvature_to_plain(curvature: LayerCurvature) -> dict[str, Any]:
+    basis = curvature.basis._replace(scale=curvature.basis.scale.clone())  # may be the moments' own
+    plain = {
+        "moments": {**curvature.moments.values._asdict(), "weight": curvature.moments.weight},
+        "basis": basis._asdict(),
+        "failed_refreshes": curvature.failed_refreshes,
+    }
+    theta = curvature.theta
+    return plain if theta is None else {**plain, "theta": {"value": theta.values[0], "weight": theta.weight}}
+
+
+def _curvature_from_plain(plain: Mapping[str, Any], device: torch.device) -> LayerCurvature:
+    """The curvature that was saved, with copies of the tensors on the given device."""
+
+    def copy(tensor: Tensor) -> Tensor:
+        return tensor.to(device, copy=True)
+
+    moments, theta = dict(plain["moments"]), plain.get("theta")
+    weight = moments.pop("weight")
+    return LayerCurvature(
+        Average(KroneckerFactors(**{key: copy(value) for key, value in moments.items()}), weight),
+        Eigenbasis(**{key: copy(value) for key, value in plain["basis"].items()}),
+        None if theta is None else Average((copy(theta["value"]),), theta["weight"]),
+        plain["failed_refreshes"],
+    )
+
+
+def _parameters(groups: Groups) -> list[Tensor]:
+    """In the order in which torch counts them."""
+    return [parameter for group in groups for parameter in group["params"]]
+
+
+def _copied(value: Any) -> Any:
+    return value.clone() if isinstance(value, Tensor) else value
 
 
 def _sizes(layer: Layer) -> list[int]:
@@ -37,135 +229,9 @@ def _form(layer: Layer) -> list[Any]:
     return [layer.shape.block_out, layer.shape.block_in, str(layer.dtype)]
 
 
-def _curvature_to_plain(curvature: LayerCurvature) -> dict[str, Any]:
-    theta = curvature.theta
-    return {
-        "moments": {**curvature.moments.values._asdict(), "weight": curvature.moments.weight},
-        "basis": curvature.basis._asdict(),
-        "theta": None if theta is None else {"value": theta.values[0], "weight": theta.weight},
-        "failed_refreshes": curvature.failed_refreshes,
-    }
-
-
-def curvature_from_plain(plain: Mapping[str, Any], device: torch.device) -> LayerCurvature:
-    """The curvature that was saved, with copies of the tensors on the given device."""
-
-    def copy(tensor: Tensor) -> Tensor:
-        return tensor.to(device, copy=True)
-
-    moments, basis, theta = dict(plain["moments"]), plain["basis"], plain["theta"]
-    weight = moments.pop("weight")
-    return LayerCurvature(
-        Average(Moments(**{key: copy(value) for key, value in moments.items()}), weight),
-        Eigenbasis(**{key: copy(value) for key, value in basis.items()}),
-        None if theta is None else Average((copy(theta["value"]),), theta["weight"]),
-        plain["failed_refreshes"],
-    )
-
-
-def named_state(indexed: Mapping[str, Any], groups: NamedGroups, names: Mapping[Tensor, str]) -> dict[str, Any]:
-    """torch's own optimizer state, which counts parameters, keyed by their names instead."""
-    order = _names_in_order(groups, names)
-    return {
-        "state": {order[index]: dict(values) for index, values in indexed["state"].items()},
-        "param_groups": [
-            {
-                **group,
-                "params": [order[index] for index in group["params"]],
-                "damping": to_plain(group["damping"]),
-            }
-            for group in indexed["param_groups"]
-        ],
-    }
-
-
-def indexed_state(named: Mapping[str, Any], groups: NamedGroups, names: Mapping[Tensor, str]) -> dict[str, Any]:
-    """The inverse of `named_state`, for the present groups."""
-    index = {name: position for position, name in enumerate(_names_in_order(groups, names))}
-    return {
-        "state": {
-            index[name]: {key: value.clone() for key, value in values.items()}
-            for name, values in named["state"].items()
-        },
-        "param_groups": [
-            {
-                **group,
-                "params": [index[name] for name in group["params"]],
-                "damping": from_plain(group["damping"]),
-            }
-            for group in named["param_groups"]
-        ],
-    }
-
-
-def require_same_method(saved: Mapping[str, Any], method: str, recipe: Mapping[str, str]) -> None:
-    """Raise ValueError for a state that is not one of ours, of another method, or measured in another way."""
-    if "layers" not in saved or "method" not in saved:
-        raise ValueError(
-            f"This is not the state of a tekfac optimizer: it has the entries {sorted(saved)}, none "
-            "named 'layers' and 'method'."
-        )
-    if saved["method"] != method:
-        raise ValueError(
-            f"The saved state is that of {saved['method']}, this optimizer is {method}. Load it into "
-            f"tekfac.{saved['method']}, or start {method} anew."
-        )
-    for key, value in recipe.items():
-        if saved["recipe"][key] != value:
-            raise ValueError(
-                f"The saved statistics were taken with {key}={saved['recipe'][key]!r}, this optimizer has "
-                f"{key}={value!r}; they cannot be averaged. Make the optimizer with the saved setting."
-            )
-
-
-def require_same_architecture(
-    saved: Mapping[str, Any],
-    layers: Mapping[str, Layer],
-    names: Mapping[Tensor, str],
-    groups: NamedGroups,
-) -> None:
-    """Raise ValueError that names every layer and parameter in which the saved state differs."""
-    theirs, ours = saved["layers"], layers
-    differences = _only_in(ours, theirs, "layer")
-    for name in ours.keys() & theirs.keys():
-        expected, found = _sizes(ours[name]), theirs[name]["shape"]
-        if found != expected:
-            differences.append(f"layer {name!r} has blocks {expected} (groups, out, in), saved {found}")
-        elif theirs[name].get("form", _form(ours[name])) != _form(ours[name]):
-            differences.append(
-                f"layer {name!r} keeps its sides as {_form(ours[name])} (blocks of outputs, blocks of inputs, "
-                f"precision), saved {theirs[name]['form']}: give the same max_dim, large_dims, curvature_dtype"
-            )
-    order = iter(_names_in_order(groups, names))
-    our_groups = [[next(order) for _ in group["params"]] for group in groups]
-    their_groups = [list(group["params"]) for group in saved["param_groups"]]
-    our_names = {name for group in our_groups for name in group}
-    their_names = {name for group in their_groups for name in group}
-    differences += _only_in(our_names, their_names, "parameter")
-    if our_names == their_names and our_groups != their_groups:
-        differences.append(
-            f"the param groups hold other parameters: {our_groups} here, {their_groups} in the saved state"
-        )
-    by_name = {name: parameter for parameter, name in names.items()}
-    for name, values in saved["state"].items():
-        velocity = values.get("momentum_buffer")
-        if name in by_name and velocity is not None and velocity.shape != by_name[name].shape:
-            differences.append(
-                f"parameter {name!r} has shape {list(by_name[name].shape)}, saved {list(velocity.shape)}"
-            )
-    if differences:
-        raise ValueError("The saved state is that of another architecture: " + "; ".join(differences) + ".")
-
-
 def _only_in(ours: Iterable[str], theirs: Iterable[str], what: str) -> list[str]:
     """What only one of the two sides has, in words."""
     only_theirs, only_ours = sorted(set(theirs) - set(ours)), sorted(set(ours) - set(theirs))
     return [f"{what} {name!r} is in the saved state only" for name in only_theirs] + [
         f"{what} {name!r} is not in the saved state" for name in only_ours
     ]
-
-
-def _names_in_order(groups: NamedGroups, names: Mapping[Tensor, str]) -> list[str]:
-    """Parameter names in the order in which torch counts parameters."""
-    parameters = [parameter for group in groups for parameter in group["params"]]
-    return [names.get(parameter, f"unnamed.{index}") for index, parameter in enumerate(parameters)]

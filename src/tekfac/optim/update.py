@@ -7,6 +7,8 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
+from tekfac.common.torch_internals import add_to_each, multiply_each
+
 
 def kl_coefficient(terms: Iterable[tuple[float, Tensor, Tensor]], kl_clip: float) -> Tensor:
     """min(1, sqrt(c / sum lr^2 g.Pg)) for (lr, gradient g, preconditioned gradient Pg); a scalar.
@@ -35,11 +37,11 @@ def apply_update(
     """
     if not parameters:
         return
-    steps = list(directions)
+    steps = directions
     if momentum:
-        steps = list(velocities)
-        torch._foreach_mul_(steps, momentum)
-        torch._foreach_add_(steps, list(directions))
+        steps = velocities
+        multiply_each(steps, momentum)
+        add_to_each(steps, directions)
     if weight_decay:
-        torch._foreach_mul_(list(parameters), 1 - lr * weight_decay)
-    torch._foreach_add_(list(parameters), steps, alpha=-lr)
+        multiply_each(parameters, 1 - lr * weight_decay)
+    add_to_each(parameters, steps, -lr)

@@ -13,9 +13,9 @@ from torch import Tensor, nn
 
 from tekfac.layers.kinds.base import (
     Application,
+    Call,
     GroupedRows,
     LayerKind,
-    Observed,
     Part,
     SequenceRows,
     own_bias,
@@ -39,7 +39,7 @@ class AttentionKind(LayerKind):
         bias = own_bias(module, "in_proj_bias")
         out_bias = own_bias(module.out_proj, "bias")
         out = Part("out_proj.weight", None if out_bias is None else "out_proj.bias", "out_proj")
-        if module._qkv_same_embed_dim:
+        if module.in_proj_weight is not None:
             return Part("in_proj_weight", bias, "in_proj", groups=3), out
         separate = tuple(Part(f"{name}_proj_weight", None, f"{name}_proj") for name in "qkv")
         shared = () if bias is None else (Part(bias, None, "in_proj_bias", groups=3),)
@@ -81,7 +81,7 @@ class AttentionKind(LayerKind):
         assert isinstance(module, nn.MultiheadAttention)
         return module.dropout > 0 and module.training
 
-    def applications(self, module: nn.Module, call: Observed) -> list[Application]:
+    def applications(self, module: nn.Module, call: Call) -> list[Application]:
         """The call, repeated."""
         assert isinstance(module, nn.MultiheadAttention)
         probes = Probes()
@@ -104,7 +104,7 @@ class _Attention:
         masked_keys: which keys no query looks at, [N, S], if there is such a mask.
     """
 
-    def __init__(self, module: nn.MultiheadAttention, call: Observed, probes: Probes) -> None:
+    def __init__(self, module: nn.MultiheadAttention, call: Call, probes: Probes) -> None:
         kept, dtype = call.kept, call.dtype
         unbatched = kept["query"].ndim == 2
         inputs = [kept[name].to(dtype) for name in ("query", "key", "value")]
@@ -150,7 +150,7 @@ class _Attention:
 
 def _projections(module: nn.MultiheadAttention, dtype: torch.dtype) -> list[tuple[Tensor, Tensor | None]]:
     """Weight and bias of queries, keys and values."""
-    if module._qkv_same_embed_dim:
+    if module.in_proj_weight is not None:
         weights: tuple[Tensor, ...] = module.in_proj_weight.chunk(3)
     else:
         weights = (module.q_proj_weight, module.k_proj_weight, module.v_proj_weight)
@@ -226,7 +226,7 @@ def _by_part(
     longest = max(tensor.shape[1] for tensor in attention.inputs)
     joint_mask = _stacked([mask[..., None] for mask in masks], longest)[..., 0]
     everything = bool(joint_mask.all())
-    if module._qkv_same_embed_dim:
+    if module.in_proj_weight is not None:
         inputs = _stacked(attention.inputs, longest)
         joint = Application(0, GroupedRows(), inputs, [], real=None if everything else joint_mask)
         gradients = [[_stacked(vector[:3], longest), vector[3]] for vector in vectors]

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge
 
 from tekfac.layers.shapes import LayerShape, Layout
 
@@ -119,25 +120,30 @@ class Application:
     real: Tensor | None = None
 
 
-@dataclass(frozen=True)
-class Observed:
-    """A call of a module, and the gradients that came back for it.
+@dataclass(eq=False)
+class Call:
+    """One call of a module in a forward pass, and what came back for it in the backward pass.
 
     Attributes:
-        kept: what the kind wanted to keep of the call.
+        kept: what the kind wanted to keep of the arguments.
+        dtype: that curvature is computed in.
+        outputs: their values, where the kind asked for them.
+        random_state: of the generators before the call, where the kind asked for it.
+        versions: of the kept tensors, to notice a change in place.
+        edges: where the gradients of its outputs pass in autograd's graph; of an output that the model's own
+            outputs are, its number only; None for one without gradient.
         gradients: of each of its outputs, for every back-propagated vector; None where none came.
         probe: the same for a vector that concerns a single sample, where that was sent.
-        outputs: their values, where the kind asked for them.
-        dtype: that curvature is computed in.
-        random_state: of the generators before the call, where the kind asked for it.
     """
 
     kept: Mapping[str, Any]
-    gradients: Sequence[Sequence[Tensor | None]]
-    probe: Sequence[Tensor | None] | None
-    outputs: Sequence[Tensor]
     dtype: torch.dtype
+    outputs: Sequence[Tensor] = ()
     random_state: Any = None
+    versions: Sequence[int] = ()
+    edges: Sequence[GradientEdge | int | None] = ()
+    gradients: list[Sequence[Tensor | None]] = field(default_factory=list)
+    probe: Sequence[Tensor | None] | None = None
 
     @property
     def vectors(self) -> list[Sequence[Tensor | None]]:
@@ -165,7 +171,7 @@ class LayerKind(ABC):
         """The blocks of the module."""
 
     @abstractmethod
-    def applications(self, module: nn.Module, call: Observed) -> list[Application]:
+    def applications(self, module: nn.Module, call: Call) -> list[Application]:
         """The uses of its parameters in a call."""
 
     @abstractmethod
@@ -223,7 +229,7 @@ class SimpleKind(LayerKind):
         """What the weight is multiplied with."""
         return {"input": first_argument(module, args, kwargs)}
 
-    def applications(self, module: nn.Module, call: Observed) -> list[Application]:
+    def applications(self, module: nn.Module, call: Call) -> list[Application]:
         """The only one."""
         gradients = [arrived for (arrived,) in call.gradients if arrived is not None]
         probe = None if call.probe is None else call.probe[0]
@@ -236,7 +242,7 @@ class SimpleKind(LayerKind):
 
 def own_bias(module: nn.Module, name: str | None) -> str | None:
     """The name, if the module has a parameter there."""
-    return name if name is not None and isinstance(module._parameters.get(name), nn.Parameter) else None
+    return name if name is not None and isinstance(getattr(module, name, None), nn.Parameter) else None
 
 
 def attribute_at(module: nn.Module, name: str) -> Any:

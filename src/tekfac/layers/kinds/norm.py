@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tekfac.layers.kinds.base import Application, Observed, RowForm, SimpleKind
+from tekfac.layers.kinds.base import Application, Call, RowForm, SimpleKind
 from tekfac.layers.shapes import LayerShape, Layout
 
 Normalise = Callable[[nn.Module, Tensor], Tensor]
@@ -33,7 +33,7 @@ class UnitKind(SimpleKind):
     normalise: Normalise | None = None
     channels: bool = False
 
-    def applications(self, module: nn.Module, call: Observed) -> list[Application]:
+    def applications(self, module: nn.Module, call: Call) -> list[Application]:
         """The only one, of the normalised input: normalised as a whole batch, as the module did."""
         gradients = [arrived.to(call.dtype) for (arrived,) in call.gradients if arrived is not None]
         probe = None if call.probe is None else call.probe[0]
@@ -73,13 +73,18 @@ class UnitRows(RowForm):
         return a, a.new_ones(1, units, samples, 1, 1)
 
 
+def _axes_of_a_sample(module: nn.Module) -> int:
+    """Of [C, L], [C, H, W] or [C, D, H, W], as the module's type says."""
+    return 2 if isinstance(module, nn.InstanceNorm1d) else 3 if isinstance(module, nn.InstanceNorm2d) else 4
+
+
 @dataclass(frozen=True)
 class InstanceNormKind(UnitKind):
     """A norm that also takes a single sample, [C, ...], without an axis for samples."""
 
-    def applications(self, module: nn.Module, call: Observed) -> list[Application]:
+    def applications(self, module: nn.Module, call: Call) -> list[Application]:
         """Of a single sample as of a batch of one."""
-        if call.kept["input"].ndim == module._get_no_batch_dim():  # type: ignore[operator]
+        if call.kept["input"].ndim == _axes_of_a_sample(module):
             call = replace(
                 call,
                 kept={"input": call.kept["input"][None]},

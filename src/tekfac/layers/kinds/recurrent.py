@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
-from tekfac.layers.kinds.base import Application, LayerKind, Observed, Part, SequenceRows, with_gradient_of
+from tekfac.layers.kinds.base import Application, Call, LayerKind, Part, SequenceRows, with_gradient_of
 from tekfac.layers.kinds.replay import Probes, require_same, with_random_state
 
 
@@ -57,7 +57,7 @@ class RecurrentKind(LayerKind):
         assert isinstance(module, nn.RNNBase)
         return module.dropout > 0 and module.num_layers > 1 and module.training
 
-    def applications(self, module: nn.Module, call: Observed) -> list[Application]:
+    def applications(self, module: nn.Module, call: Call) -> list[Application]:
         """The call, repeated step by step."""
         assert isinstance(module, nn.RNNBase)
         probes = Probes()
@@ -123,7 +123,7 @@ class _Unrolled:
         exists: which steps are there, [T, N], for packed sequences.
     """
 
-    def __init__(self, module: nn.RNNBase, call: Observed, probes: Probes) -> None:
+    def __init__(self, module: nn.RNNBase, call: Call, probes: Probes) -> None:
         self._module, self._dtype, self._probes = module, call.dtype, probes
         self.inputs: list[Tensor] = []
         self.exists: Tensor | None = None

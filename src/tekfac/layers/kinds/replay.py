@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tekfac.layers.kinds.base import Observed, RepetitionError
+from tekfac.layers.kinds.base import Call, RepetitionError
 
 TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3}
 """How far, relative to its norm, a repeated output may be off; other precisions: 0.1."""
@@ -83,7 +83,7 @@ class Probes:
         return found
 
 
-def require_same(module: nn.Module, repeated: Sequence[Tensor], call: Observed) -> None:
+def require_same(module: nn.Module, repeated: Sequence[Tensor], call: Call) -> None:
     """Raise RepetitionError if a repeated call gave something else than the module had given."""
     for ours, theirs in zip(repeated, call.outputs, strict=False):
         theirs = theirs.to(ours.dtype)

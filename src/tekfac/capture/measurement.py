@@ -1,0 +1,109 @@
+"""The settings of a measurement: what the optimizers, `tekfac.fisher` and capture take alike."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from numbers import Integral
+from typing import Any, Literal, TypedDict
+
+import torch
+
+from tekfac.capture.outputs import OutputSelector
+from tekfac.capture.padding import PaddingMask
+from tekfac.common.checks import require_axis, require_choice, require_whole
+from tekfac.layers.side_forms import DEFAULT_MAX_DIM, LARGE_DIMS, LargeDims, SideRule
+from tekfac.likelihoods import Likelihood, SampledLoss, as_likelihood
+
+FisherKind = Literal["sampled", "empirical", "exact"]
+FISHER_KINDS: tuple[FisherKind, ...] = ("sampled", "empirical", "exact")
+
+LossReduction = Literal["mean", "batchmean", "sum"]
+LOSS_REDUCTIONS: tuple[LossReduction, ...] = ("mean", "batchmean", "sum")
+
+DEFAULT_MEMORY_BUDGET = 256 * 2**20
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measurement:
+    """How the Fisher of a model is measured.
+
+    Attributes:
+        fisher: "sampled" (one label per term, drawn from the model's own prediction), "empirical" (the data's
+            own labels) or "exact" (all labels, each with its probability).
+        likelihood: what the outputs mean: "categorical", "bernoulli", "gaussian", a
+            tekfac.likelihoods.Likelihood, or a callable (outputs, generator) -> losses of drawn labels.
+        loss_reduction: how the loss adds up its terms: "mean", "batchmean" or "sum".
+        batch_dim: the axis of the model's outputs that holds the samples.
+        outputs: a function from what the model returns to its predictions, where that is not plain.
+        padding_mask: the argument of the model, or a function of its arguments, that tells which positions are
+            real; None: attention_mask and key padding masks are found.
+        max_dim: inputs or outputs of a layer beyond which that side of its block takes a cheaper form.
+        large_dims: which: "blocks", "diagonal", or "auto" for up to four blocks, then the diagonal.
+        curvature_dtype: torch.float32 or torch.float64; None: float32, or float64 for float64 parameters.
+        memory_budget: bytes of working memory for the rows of one layer.
+        seed: of the generator that draws labels; None: torch.initial_seed().
+    """
+
+    fisher: FisherKind = "sampled"
+    likelihood: str | Likelihood | SampledLoss = "categorical"
+    loss_reduction: LossReduction = "mean"
+    batch_dim: int = 0
+    outputs: OutputSelector | None = None
+    padding_mask: PaddingMask | None = None
+    max_dim: int = DEFAULT_MAX_DIM
+    large_dims: LargeDims = "auto"
+    curvature_dtype: torch.dtype | None = None
+    memory_budget: int = DEFAULT_MEMORY_BUDGET
+    seed: int | None = None
+
+    def __post_init__(self) -> None:
+        require_choice("fisher", self.fisher, FISHER_KINDS)
+        as_likelihood(self.likelihood)
+        require_choice("loss_reduction", self.loss_reduction, LOSS_REDUCTIONS)
+        require_axis("batch_dim", self.batch_dim)
+        if self.outputs is not None and not callable(self.outputs):
+            raise ValueError(
+                f"Invalid outputs: {self.outputs!r}. Expected a function from what the model returns to its "
+                "predictions, or None."
+            )
+        _require_padding_mask(self.padding_mask)
+        require_whole("max_dim", self.max_dim, "of dimensions, at least 1")
+        require_choice("large_dims", self.large_dims, LARGE_DIMS)
+        if self.curvature_dtype not in (None, torch.float32, torch.float64):
+            raise ValueError(
+                f"Invalid curvature_dtype: {self.curvature_dtype!r}. Expected torch.float32, torch.float64, or "
+                "None for float32 (float64 where parameters are)."
+            )
+        require_whole("memory_budget", self.memory_budget, "of bytes, at least 1")
+        seed = self.seed
+        if seed is not None and (not isinstance(seed, Integral) or isinstance(seed, bool) or seed < 0):
+            raise ValueError(f"Invalid seed: {seed!r}. Expected a whole number that is not negative.")
+
+    @property
+    def side_rule(self) -> SideRule:
+        """Which form the sides of blocks get."""
+        return SideRule(self.max_dim, self.large_dims)
+
+
+class MeasurementKeywords(TypedDict, total=False):
+    """The names of `Measurement`, for the type checker, where a function takes them as keywords."""
+
+    fisher: FisherKind
+    likelihood: str | Likelihood | SampledLoss
+    loss_reduction: LossReduction
+    batch_dim: int
+    outputs: OutputSelector | None
+    padding_mask: PaddingMask | None
+    max_dim: int
+    large_dims: LargeDims
+    curvature_dtype: torch.dtype | None
+    memory_budget: int
+    seed: int | None
+
+
+def _require_padding_mask(value: Any) -> None:
+    if value is not None and not isinstance(value, str) and not callable(value):
+        raise ValueError(
+            f"Invalid padding_mask: {value!r}. Expected the name of an argument of the model, a function of "
+            "the model's arguments, or None."
+        )

@@ -1,0 +1,146 @@
+"""The private names of torch that this library uses, all of them, each with the public one that was looked at.
+
+Nothing else in the library touches a private name of torch. `tests/test_torch_internals.py` asks for each of
+these by name, so that a version of torch that drops one says which.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+from torch import Tensor
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+# -- autograd ------------------------------------------------------------------------------------------
+
+
+def is_inside_torch_func() -> bool:
+    """Whether a transform of torch.func (grad, vmap, ...) is running.
+
+    No public name tells. `torch.is_grad_enabled()` is True there as well.
+    """
+    return torch._C._functorch.peek_interpreter_stack() is not None
+
+
+def running_node() -> Any:
+    """The graph node that a backward pass is at, in this thread; None outside of one.
+
+    A public hook gets the gradient, not the node. A node that a hook keeps hold of would keep the graph alive
+    that the hook hangs on.
+    """
+    return torch._C._current_autograd_node()
+
+
+def will_run(node: Any) -> bool:
+    """Whether the backward pass that is running will come to a node.
+
+    `Tensor.retains_grad`, `requires_grad` and hooks on parameters tell too late, or nothing.
+
+    Raises:
+        RuntimeError: inside of torch.autograd.grad, which collects gradients in another way.
+    """
+    return bool(torch._C._will_engine_execute_node(node))
+
+
+def sequence_number(node: Any) -> int:
+    """When the forward pass made a node: later ones have larger numbers.
+
+    To walk the graph by the public `next_functions` gives the order as well, at a cost that grows with the
+    graph.
+    """
+    return int(node._sequence_nr())
+
+
+def version_of(tensor: Tensor) -> int:
+    """How often a tensor was changed in place.
+
+    `torch.autograd.graph.saved_tensors_hooks` sees a change only when autograd itself has saved the tensor.
+    """
+    return tensor._version
+
+
+def is_change_of_precision(node: Any) -> bool:
+    """Whether a graph node copies a tensor to another precision or device.
+
+    Nodes have no public types. This one's is taken from a copy, not from a name.
+    """
+    return type(node) is _COPY_NODE
+
+
+with torch.enable_grad():
+    _COPY_NODE = type(torch.zeros((), requires_grad=True).to(torch.float64).grad_fn)
+
+
+# -- the compiler --------------------------------------------------------------------------------------
+
+
+class StanceChange(NamedTuple):
+    """A change of the compiler's stance, process-wide.
+
+    Attributes:
+        before: the stance until now.
+        now: the new one.
+        undo: puts `before` in place again.
+    """
+
+    before: Any
+    now: Any
+    undo: Callable[[], None]
+
+
+def change_stance(stance: str) -> StanceChange:
+    """Change the compiler's stance and tell which one it was.
+
+    `torch.compiler.set_stance` is public; its attributes `prev` and `stance` are not, and without them nobody
+    knows whether somebody else has changed the stance meanwhile. It imports the compiler, which takes seconds.
+    """
+    change = torch.compiler.set_stance(stance)
+    return StanceChange(change.prev, change.stance, lambda: change.__exit__(None, None, None))
+
+
+def never_compiled(function: Function) -> Function:
+    """The function, which torch.compile breaks its graph at and runs as it is.
+
+    `torch.compiler.disable` is public and sets the same attribute, but imports the compiler, which takes
+    seconds.
+    """
+    function._torchdynamo_disable = True  # type: ignore[attr-defined]
+    return function
+
+
+COMPILER = "torch._dynamo"
+"""The module of the compiler: compiled code can only be there once it is imported."""
+
+COMPILED_PREFIX = "_orig_mod."
+"""What torch.compile puts before the names of a model's parameters; the attribute has no public name."""
+
+
+def without_compiler(model: torch.nn.Module) -> torch.nn.Module:
+    """The model that torch.compile was given, or the model itself."""
+    inner = getattr(model, COMPILED_PREFIX.rstrip("."), model)
+    return inner if isinstance(inner, torch.nn.Module) else model
+
+
+# -- many tensors at a time ----------------------------------------------------------------------------
+#
+# torch.optim uses these for its own optimizers. The public way, a loop over tensors, takes several times as
+# long where parameters are many and small.
+
+
+def multiply_each(tensors: Sequence[Tensor], factor: float) -> None:
+    """x <- factor x for every tensor, in place."""
+    torch._foreach_mul_(list(tensors), factor)
+
+
+def add_to_each(tensors: Sequence[Tensor], others: Sequence[Tensor], factor: float = 1.0) -> None:
+    """x <- x + factor y for every pair, in place."""
+    torch._foreach_add_(list(tensors), list(others), alpha=factor)
+
+
+def largest_entries(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """The largest absolute entry of every tensor; not finite where an entry is not."""
+    return list(torch._foreach_norm(list(tensors), float("inf")))

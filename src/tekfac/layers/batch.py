@@ -1,0 +1,193 @@
+"""What one forward and backward pass left for a layer: a value that unfolds into rows when they are needed.
+
+A layer may be applied more than once in a forward pass (a module used twice, modules that share their
+parameters). Its gradient is the sum over the applications, so they are simply further positions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from tekfac.layers.kinds.base import Application
+from tekfac.layers.layer import Layer
+from tekfac.layers.rows import Rows, Tokens
+
+
+@dataclass(frozen=True)
+class PassContext:
+    """What is known of a forward and backward pass beside the layers' own rows.
+
+    Attributes:
+        num_samples: N, in the model's outputs.
+        num_terms: the number of loss terms M that the Fisher is divided by.
+        ignored: [N, P], which of each sample's terms take no part in the loss; None where all do.
+        padding: [N, T], which positions are padding, where the model was told; None where none is.
+    """
+
+    num_samples: int
+    num_terms: int
+    ignored: Tensor | None = None
+    padding: Tensor | None = None
+
+    @classmethod
+    def of(cls, num_terms: int, counted: Tensor, real: Tensor | None) -> PassContext:
+        """From which terms count, [N, P], and which positions are real, [N, T], if that is known."""
+        ignored = None if bool(counted.all()) else ~counted
+        padding = None if real is None or bool(real.all()) else ~real
+        return cls(len(counted), num_terms, ignored, padding)
+
+    def idle(self, samples: int, positions: int, part: slice) -> Tensor | None:
+        """Positions that do not count if no gradient reaches them, [n, T or 1]; None if there are none."""
+        found: list[Tensor] = []
+        if self.ignored is not None and len(self.ignored) == samples:
+            by_position = self.ignored.shape[1] == positions
+            found.append(self.ignored if by_position else self.ignored.all(dim=1, keepdim=True))
+        if self.padding is not None and self.padding.shape == (samples, positions):
+            found.append(self.padding)
+        if not found:
+            return None
+        idle = found[0] if len(found) == 1 else found[0] | found[1]
+        return idle[part]
+
+
+class BatchShape(NamedTuple):
+    """The six sizes of a batch in the canonical layout."""
+
+    columns: int  # K
+    groups: int  # G
+    samples: int  # N
+    positions: int  # T
+    d_in: int
+    d_out: int
+
+
+class _Part(NamedTuple):
+    """Rows of an application: a [K or 1, G, n, T, d_in], u [K or 1, G, n, T, d_out], counted [1 or G, n, T]."""
+
+    a: Tensor
+    u: Tensor
+    counted: Tensor | None
+
+
+@dataclass(frozen=True)
+class LayerBatch:
+    """What one forward and backward pass left for one layer.
+
+    Attributes:
+        layer: whose parameters were applied.
+        applications: of them, in the same forward pass, samples first.
+        samples: that the rows are divided into.
+        context: of the pass.
+        gradient_factor: what captured gradients are multiplied by, to be those of single loss terms.
+    """
+
+    layer: Layer
+    applications: tuple[Application, ...]
+    samples: int
+    context: PassContext
+    gradient_factor: float = 1.0
+
+    @property
+    def num_terms(self) -> int:
+        """The number of loss terms M that the Fisher is divided by."""
+        return self.context.num_terms
+
+    @property
+    def shape(self) -> BatchShape:
+        """K, G, N, T, d_in and d_out of the whole batch."""
+        sizes = self.layer.shape
+        positions = sum(a.form.positions(sizes, a.gradients[0], self.samples) for a in self.applications)
+        columns = len(self.applications[0].gradients)
+        return BatchShape(columns, sizes.groups, self.samples, positions, sizes.d_in, sizes.d_out)
+
+    def chunks(self, samples_per_chunk: int) -> Iterator[Rows]:
+        """The rows of all samples, at most `samples_per_chunk` at a time."""
+        for start in range(0, self.samples, samples_per_chunk):
+            yield self.rows(start, min(start + samples_per_chunk, self.samples))
+
+    def rows(self, start: int, stop: int) -> Rows:
+        """The rows of samples start..stop-1, in the canonical layout."""
+        layer = self.layer
+        parts = [self._part(application, start, stop) for application in self.applications]
+        a, u = _joined([part.a for part in parts]), _joined([part.u for part in parts])
+        counted = _joined_masks(parts)
+        if layer.shape.layout == "units":
+            a, u = a.sum(dim=3, keepdim=True), u[:, :, :, :1]  # a is the gradient: a sample's is one sum
+        if self.gradient_factor != 1:
+            u = u * self.gradient_factor
+        if len(a) > 1 or layer.is_tied or layer.shape.layout == "units":
+            a, u, counted = _columns_as_samples(a, u, counted)
+        else:
+            a = a[0]
+        tokens = None
+        if layer.is_table:
+            a, tokens = _one_hot(a, layer)
+        return Rows(a, u, counted, layer.shape.block_in, layer.shape.block_out, tokens, layer.is_tied)
+
+    def _part(self, application: Application, start: int, stop: int) -> _Part:
+        """Rows of one application; a first axis of k * samples holds k positions per sample."""
+        layer = self.layer
+        fold = len(application.inputs) // self.samples
+        part = slice(start * fold, stop * fold)
+        inputs = application.inputs[part]
+        if inputs.is_floating_point():
+            inputs = inputs.to(layer.dtype)
+        gradients = torch.stack([gradient[part] for gradient in application.gradients]).to(layer.dtype)
+        a, u = application.form.rows(layer.shape, inputs, gradients)
+        a = a.reshape(*a.shape[:2], stop - start, -1, a.shape[-1])
+        u = u.reshape(*u.shape[:2], stop - start, -1, u.shape[-1])
+        counted = None
+        if layer.shape.layout != "units":
+            idle = self.context.idle(self.samples, a.shape[3], slice(start, stop))
+            if idle is not None:
+                reached = _nonzero(u) & _nonzero(a) if layer.is_tied else _nonzero(u)
+                counted = (~idle | reached)[None]
+        if application.real is not None:
+            real = application.real[part].transpose(0, 1)
+            real = real.reshape(len(real), stop - start, -1)
+            counted = real if counted is None else counted & real
+        return _Part(a, u, counted)
+
+
+def _nonzero(rows: Tensor) -> Tensor:
+    """Which rows [K, G, n, T, d] are not 0 in every column and group, [n, T]."""
+    return rows.ne(0).any(dim=-1).any(dim=0).any(dim=0)
+
+
+def _joined(parts: Sequence[Tensor]) -> Tensor:
+    """Rows [K or 1, G, n, T, d] one after the other along the positions."""
+    if len(parts) == 1:
+        return parts[0]
+    columns = max(len(part) for part in parts)
+    return torch.cat([part.expand(columns, *part.shape[1:]) for part in parts], dim=3)
+
+
+def _joined_masks(parts: Sequence[_Part]) -> Tensor | None:
+    """Which positions count, [1 or G, n, T], one application after the other; None where all do."""
+    if all(part.counted is None for part in parts):
+        return None
+    groups = max(1 if part.counted is None else len(part.counted) for part in parts)
+    masks = [
+        a.new_ones(groups, *a.shape[2:4], dtype=torch.bool) if own is None else own.expand(groups, -1, -1)
+        for a, _, own in parts
+    ]
+    return torch.cat(masks, dim=2)
+
+
+def _columns_as_samples(a: Tensor, u: Tensor, counted: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Every column of a sample as a sample, where a has columns, too: [K, G, n, T, d] -> [G, K n, T, d]."""
+    columns = max(len(a), len(u))
+    a, u = (x.expand(columns, *x.shape[1:]).transpose(0, 1).flatten(1, 2) for x in (a, u))
+    return a, u[None], None if counted is None else counted.repeat(1, columns, 1)
+
+
+def _one_hot(a: Tensor, layer: Layer) -> tuple[Tensor, Tokens]:
+    """Numbers of a table's rows, [1, n, T, 1], as one-hot inputs over those that occur."""
+    columns, inverse = torch.unique(a[0, ..., 0], return_inverse=True)
+    return F.one_hot(inverse, len(columns)).to(layer.dtype)[None], Tokens(columns, layer.shape.d_in)
