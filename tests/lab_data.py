@@ -153,10 +153,8 @@ class Server:
 
     files: dict[str, bytes]
     address: str = ""
-    ranges: bool = True
-    shifted: int = 0
     stops_after: int | None = None
-    asked: list[str | None] = field(default_factory=list)
+    asked: list[str] = field(default_factory=list)
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -165,27 +163,16 @@ class _Handler(BaseHTTPRequestHandler):
         super().__init__(*arguments)
 
     def do_GET(self) -> None:
-        wanted = self.headers.get("Range")
-        self.state.asked.append(wanted)
-        raw = self.state.files.get(self.path.lstrip("/"))
+        name = self.path.lstrip("/")
+        self.state.asked.append(name)
+        raw = self.state.files.get(name)
         if raw is None:
             self.send_error(404)
             return
-        first = int(wanted.removeprefix("bytes=").rstrip("-")) if wanted and self.state.ranges else 0
-        if first >= len(raw):
-            self.send_response(416)
-            self.send_header("Content-Range", f"bytes */{len(raw)}")
-            self.end_headers()
-            return
-        if first:
-            first -= self.state.shifted
-            self.send_response(206)
-            self.send_header("Content-Range", f"bytes {first}-{len(raw) - 1}/{len(raw)}")
-        else:
-            self.send_response(200)
-        self.send_header("Content-Length", str(len(raw) - first))
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(raw)))
         self.end_headers()
-        self.wfile.write(raw[first:][: self.state.stops_after])
+        self.wfile.write(raw[: self.state.stops_after])
 
     def log_message(self, *arguments: Any) -> None:
         """Say nothing."""
@@ -193,7 +180,7 @@ class _Handler(BaseHTTPRequestHandler):
 
 @contextmanager
 def serving(files: dict[str, bytes], **options: Any) -> Iterator[Server]:
-    """A server on this machine that knows ranges."""
+    """A server on this machine."""
     state = Server(files, **options)
     with ThreadingHTTPServer(("127.0.0.1", 0), partial(_Handler, state)) as server:
         state.address = f"http://127.0.0.1:{server.server_address[1]}"

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from lab_data import SHARED, classes, write_set
+from lab_data import SHARED, classes, serving, write_set
 from tekfac.cli.main import parser_of
 from tekfac.lab.data.catalogue import CIFAR10, CIFAR100, KNOWN, SVHN
 from tekfac.lab.data.checking import DIFFERS, OFFICIAL, UNKNOWN, check, check_place
-from tekfac.lab.data.places import Place
+from tekfac.lab.data.official import Place
 
 
 def run(*arguments: str) -> None:
@@ -147,13 +147,23 @@ def test_the_real_part_of_svhn_is_a_part() -> None:
 # -- fetch ----------------------------------------------------------------------------------------------------
 
 
-def test_fetching_says_where_the_data_are(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    mirror = tmp_path / "mirror"
-    mirror.mkdir()
-    (mirror / "cifar-10-binary.tar.gz").write_bytes(b"anything")
-    arguments = ("fetch", "cifar10", "--to", str(tmp_path), "--layout", "binary", "--mirror", mirror.as_uri())
-    with pytest.raises(ValueError, match="the official one"):
-        run(*arguments)
+def test_fetching_says_where_the_data_are(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("no_proxy", "127.0.0.1")
+    with serving({"cifar-10-binary.tar.gz": b"anything"}) as server:
+        arguments = (
+            "fetch",
+            "cifar10",
+            "--to",
+            str(tmp_path),
+            "--layout",
+            "binary",
+            "--mirror",
+            server.address,
+        )
+        with pytest.raises(ValueError, match="not the official file"):
+            run(*arguments)
     layout = CIFAR10.layouts[1]
     write_set(CIFAR10, layout, tmp_path / layout.folder, count=1)
     for file in layout.of("train", "test"):

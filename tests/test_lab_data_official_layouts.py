@@ -18,8 +18,7 @@ from tekfac.lab.data.catalogue import CIFAR10, CIFAR100, KNOWN, SVHN, Known, Lay
 from tekfac.lab.data.cifar import images_in_pickle
 from tekfac.lab.data.digits import read_digits
 from tekfac.lab.data.images import held_back, joined
-from tekfac.lab.data.official import read_official
-from tekfac.lab.data.places import Place, place_in
+from tekfac.lab.data.official import Place, place_in, read_official
 from tekfac.lab.data.plain_pickles import read_pickle, short_text
 from tekfac.lab.data.svhn import read_mat
 from tekfac.lab.inputs import read

@@ -10,8 +10,11 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
+from tekfac.lab import inputs
 from tekfac.lab.config import RunConfig
+from tekfac.lab.data import DataSet, images
 from tekfac.lab.interruption import Interrupted
 from tekfac.lab.pool import THREADS_VARIABLES, Job, Manner, cores, run_all, run_configs, share
 from tekfac.lab.run_folder import RunFolder
@@ -27,6 +30,47 @@ def test_all_are_run_and_one_that_fails_spares_the_others(tmp_path: Path) -> Non
     with pytest.raises(ValueError, match=r"1 of 3 jobs failed; job 1: .*depth"):
         run_all(jobs, Manner(processes=2, quiet=True))
     assert [RunFolder(tmp_path / str(i)).result() is not None for i in range(3)] == [True, False, True]
+
+
+def test_the_data_of_many_runs_are_read_and_hashed_once_and_by_none_of_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    digits, asked = inputs.read(BASE), []
+
+    def read(config: RunConfig) -> DataSet:
+        asked.append(config.data_dir)
+        return digits
+
+    monkeypatch.setattr(inputs, "read", read)
+    nowhere = replace(BASE, data="folder", data_dir=str(tmp_path / "nowhere"))
+    jobs = [Job(f"job {i}", (replace(nowhere, seed=i),), (tmp_path / str(i),)) for i in range(3)]
+    run_all(jobs, Manner(processes=2, quiet=True))
+    assert asked == [nowhere.data_dir]
+    assert {RunFolder(tmp_path / str(i)).identity()["data"] for i in range(3)} == {digits.digest}
+
+
+def test_shared_data_are_the_same_and_bring_their_hash(monkeypatch: pytest.MonkeyPatch) -> None:
+    data, shared = inputs.read(BASE), inputs.SharedData()
+    digest = data.digest
+    path = shared.path(BASE)
+    assert path is not None
+    assert shared.path(replace(BASE, seed=5)) == path
+    assert shared.path(replace(BASE, train_samples=10)) != path
+    monkeypatch.setattr(images, "hash_of", None)
+    found = inputs.mapped(path)
+    assert found.digest == digest
+    assert torch.equal(found.train.pixels, data.train.pixels)
+    assert torch.equal(found.test.labels, data.test.labels)
+    shared.close()
+    assert not path.exists()
+
+
+def test_data_that_cannot_be_had_fail_their_own_job_alone(tmp_path: Path) -> None:
+    bad = replace(BASE, data="folder", data_dir=str(tmp_path / "nowhere"))
+    jobs = [Job("bad", (bad,), (tmp_path / "0",)), Job("good", (BASE,), (tmp_path / "1",))]
+    with pytest.raises(ValueError, match=r"1 of 2 jobs failed; bad: .*nowhere' does not exist"):
+        run_all(jobs, Manner(processes=1, quiet=True))
+    assert RunFolder(tmp_path / "1").result() is not None
 
 
 def when_training(folders: list[Path], act: object) -> threading.Thread:

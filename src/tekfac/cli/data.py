@@ -11,7 +11,7 @@ from tekfac.common.extras import require
 from tekfac.lab.data.catalogue import DIGITS, FOLDER, KNOWN, Known
 from tekfac.lab.data.checking import SetFinding, check
 from tekfac.lab.data.fetching import fetch
-from tekfac.lab.data.places import VARIABLE, default_folder, place_in
+from tekfac.lab.data.official import VARIABLE, default_folder, place_in
 
 COLOURS = {"good": "green", "partial": "yellow", "damaged": "red"}
 

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 
-from tekfac.lab.config import RunConfig
+from tekfac.lab.config import OF_DATA, RunConfig
 from tekfac.lab.data.batches import Batches
 from tekfac.lab.data.images import DataSet, Images, held_back
 from tekfac.lab.data.loading import load
@@ -57,6 +60,37 @@ def read(config: RunConfig) -> DataSet:
             f"The images of {config.data} are {height} x {width} pixels. Set image_size to make them square."
         )
     return data
+
+
+class SharedData:
+    """The data of many runs: read and hashed once, and mapped into memory by every process that trains."""
+
+    def __init__(self) -> None:
+        self._folder = TemporaryDirectory(prefix="tekfac-data-")
+        self._paths: dict[tuple[Any, ...], Path] = {}
+
+    def path(self, config: RunConfig) -> Path | None:
+        """A file with what the config names; None if it cannot be had, which the run itself will tell."""
+        key = tuple(getattr(config, name) for name in OF_DATA)
+        if key not in self._paths:
+            path = Path(self._folder.name) / f"{len(self._paths)}.pt"
+            try:
+                data = read(config)
+                _ = data.digest  # is kept with the data
+                torch.save(data, path)
+            except (OSError, ValueError):
+                return None
+            self._paths[key] = path
+        return self._paths[key]
+
+    def close(self) -> None:
+        """Remove the files; processes that have them mapped may go on."""
+        self._folder.cleanup()
+
+
+def mapped(path: Path) -> DataSet:
+    """The data in a file of `SharedData`; processes that map the same file share its memory."""
+    return torch.load(path, mmap=True, weights_only=False)  # type: ignore[no-any-return]
 
 
 def prepare(data: DataSet, config: RunConfig, device: torch.device) -> Inputs:

@@ -20,6 +20,7 @@ from typing import Any, Self
 
 from tekfac.common.console import progress
 from tekfac.lab.config import RunConfig
+from tekfac.lab.inputs import SharedData, mapped
 from tekfac.lab.interruption import SIGNALS, Interrupted, Interruption
 from tekfac.lab.run_folder import RunFolder
 from tekfac.lab.training import CHECKPOINT_SECONDS, Progress, check_all, train
@@ -87,6 +88,7 @@ class Pool:
         self._executor = ProcessPoolExecutor(
             manner.processes, mp_context=context, initializer=_begin, initargs=(self._news, os.getpid())
         )
+        self._data = SharedData()
         self._bars = progress("told", quiet=manner.quiet)
         self._tasks: dict[Path, Any] = {}
         self._jobs: dict[Future[list[dict[str, Any]]], Job] = {}
@@ -101,6 +103,7 @@ class Pool:
     ) -> None:
         self._bars.stop()
         self._executor.shutdown(wait=True, cancel_futures=True)
+        self._data.close()
         for number, handler in self._before.items():
             signal.signal(number, handler)
 
@@ -111,9 +114,10 @@ class Pool:
 
     def submit(self, job: Job) -> Future[list[dict[str, Any]]]:
         """Begin a job as soon as a process is free; its outcome is the list of the runs' results."""
+        paths = [self._data.path(config) for config in job.configs]
         handler = signal.signal(signal.SIGINT, signal.SIG_IGN)  # a process that begins now ignores it for good
         try:
-            future = self._executor.submit(_work, job, self._manner)
+            future = self._executor.submit(_work, job, paths, self._manner)
         finally:
             signal.signal(signal.SIGINT, handler)
         self._jobs[future] = job
@@ -251,11 +255,11 @@ def _end_with(parent: int) -> None:
     os._exit(1)  # whatever is half done: files are whole, and a run goes on from its checkpoint
 
 
-def _work(job: Job, manner: Manner) -> list[dict[str, Any]]:
+def _work(job: Job, data: Sequence[Path | None], manner: Manner) -> list[dict[str, Any]]:
     """Train one after the other; a signal ends all of them."""
     results = []
     with Interruption() as interruption:
-        for config, folder in zip(job.configs, job.folders, strict=True):
+        for config, folder, path in zip(job.configs, job.folders, data, strict=True):
             results.append(
                 train(
                     config,
@@ -266,6 +270,7 @@ def _work(job: Job, manner: Manner) -> list[dict[str, Any]]:
                     checkpoint_seconds=manner.checkpoint_seconds,
                     tensorboard=manner.tensorboard,
                     watch=partial(_tell, folder),
+                    data=None if path is None else mapped(path),
                 )
             )
             if interruption.number is not None:

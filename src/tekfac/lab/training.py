@@ -68,6 +68,7 @@ def train(
     checkpoint_seconds: float = CHECKPOINT_SECONDS,
     tensorboard: bool = False,
     watch: Watcher | None = None,
+    data: DataSet | None = None,
 ) -> dict[str, Any]:
     """Train as the config says, and leave everything about it in the folder.
 
@@ -80,6 +81,7 @@ def train(
         checkpoint_seconds: time between checkpoints; 0 for one after every step.
         tensorboard: also write TensorBoard's event files.
         watch: called now and then with the progress.
+        data: what the config names, if it has been read already.
 
     Returns:
         The run's result (see RunFolder.result).
@@ -92,7 +94,7 @@ def train(
     if run.has_progress:
         config = _require_same(run, config, resume)
     with Interruption() as interruption:
-        data = read(config)
+        data = read(config) if data is None else data
         source = identity(config, data)
         with run.locked(lambda: wait and interruption.number is None), run.messages():
             is_new = not run.has_progress

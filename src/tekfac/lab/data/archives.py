@@ -1,4 +1,4 @@
-"""Official archives, unpacked: only files that are expected, written under names that are ours."""
+"""Official archives, unpacked: only files that are expected, and where they belong."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def unpack(archive: Path, layout: Layout, folder: Path) -> list[Path]:
     try:
         _write_members(archive, layout, unfinished)
         target.mkdir(exist_ok=True)
-        return [(unfinished / file.name).replace(target / file.name) for file in layout.files]
+        return [(unfinished / layout.folder / file.name).replace(target / file.name) for file in layout.files]
     except DAMAGE as error:
         raise ValueError(
             f"Cannot unpack {str(archive)!r}: {error}. It is no archive, or cut off; fetch it again."
@@ -73,7 +73,7 @@ def _write_members(archive: Path, layout: Layout, into: Path) -> None:
                 )
             if name in wanted and member.isreg():
                 written.add(name)
-                _write(tar, member, into / wanted[name].name)
+                tar.extract(member, into, filter="data")
     missing = [name for name in wanted if name not in written]
     if missing:
         raise ValueError(f"{str(archive)!r} lacks {', '.join(missing)}. It is another archive, or cut off.")
@@ -90,11 +90,3 @@ def _wrong(member: tarfile.TarInfo, file: File | None) -> str:
     if member.size > most:
         return f"a member {member.name!r} of {member.size:,} bytes, more than {most:,}"
     return ""
-
-
-def _write(tar: tarfile.TarFile, member: tarfile.TarInfo, path: Path) -> None:
-    """Write the bytes of a regular member to a path of ours."""
-    source = tar.extractfile(member)
-    assert source is not None
-    with path.open("wb") as file:
-        shutil.copyfileobj(source, file, 1 << 20)

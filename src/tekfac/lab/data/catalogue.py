@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from typing import Literal
 
 from tekfac.common.checks import nearest
-from tekfac.lab.data.names import CIFAR10_CLASSES, CIFAR100_CLASSES, DIGIT_CLASSES
 
 Kind = Literal["python", "binary", "mat"]
 Role = Literal["train", "test", "classes", "other"]
@@ -95,6 +94,19 @@ class Known:
             raise ValueError(f"{self.name} has no layout {kind!r}. Expected {' or '.join(kinds)}.")
         return self.layouts[0] if kind is None else next(one for one in self.layouts if one.kind == kind)
 
+
+CIFAR10_CLASSES = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
+CIFAR100_NAMES = """
+apple aquarium_fish baby bear beaver bed bee beetle bicycle bottle bowl boy bridge bus butterfly camel can
+castle caterpillar cattle chair chimpanzee clock cloud cockroach couch crab crocodile cup dinosaur dolphin
+elephant flatfish forest fox girl hamster house kangaroo keyboard lamp lawn_mower leopard lion lizard lobster
+man maple_tree motorcycle mountain mouse mushroom oak_tree orange orchid otter palm_tree pear pickup_truck
+pine_tree plain plate poppy porcupine possum rabbit raccoon ray road rocket rose sea seal shark shrew skunk
+skyscraper snail snake spider squirrel streetcar sunflower sweet_pepper table tank telephone television tiger
+tractor train trout tulip turtle wardrobe whale willow_tree wolf woman worm
+"""
+CIFAR100_CLASSES = tuple(CIFAR100_NAMES.split())
+DIGIT_CLASSES = tuple("0123456789")
 
 CIFAR10 = Known(
     "cifar10",

@@ -7,10 +7,9 @@ from pathlib import Path
 from typing import Literal
 
 from tekfac.lab.data.catalogue import DIGITS, FOLDER, File, named
-from tekfac.lab.data.checksums import md5_of
+from tekfac.lab.data.fetching import md5_of
 from tekfac.lab.data.folder import folder_of_images, listed
-from tekfac.lab.data.official import read_classes, read_images
-from tekfac.lab.data.places import Place, places_below
+from tekfac.lab.data.official import Place, places_below, read_classes, read_images
 
 State = Literal["good", "partial", "damaged"]
 

@@ -4,12 +4,17 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
+from tekfac.common.console import progress
+from tekfac.common.extras import require
 from tekfac.lab.data.archives import unpack
-from tekfac.lab.data.catalogue import Layout, named
-from tekfac.lab.data.checksums import md5_of
-from tekfac.lab.data.downloads import download
-from tekfac.lab.data.places import default_folder
+from tekfac.lab.data.catalogue import Download, Layout, named
+from tekfac.lab.data.official import default_folder
+
+PIECE = 1 << 18
+TIMEOUT = 60.0
+MEGABYTE = 1_000_000
 
 
 def fetch(
@@ -67,3 +72,60 @@ def is_complete(layout: Layout, folder: Path) -> bool:
         if file.md5 is None and file.images and path.stat().st_size != file.size:
             return False
     return True
+
+
+def download(source: Download, folder: Path, *, quiet: bool = False) -> Path:
+    """Fetch a file into a folder, unless it is there already; it gets its name when its checksum is right.
+
+    Raises:
+        OSError: if the server cannot be reached or stops.
+        ValueError: if the file has another checksum than the official one; it is removed.
+    """
+    pooch = require("pooch", "Fetching data")
+    pooch.get_logger().setLevel("WARNING")
+    with progress("unit", quiet=quiet) as bars:
+        bar = _Bar(bars, source.file)
+        try:
+            found = pooch.retrieve(
+                source.address,
+                f"md5:{source.md5}",
+                fname=source.file,
+                path=folder,
+                downloader=pooch.HTTPDownloader(progressbar=bar, chunk_size=PIECE, timeout=TIMEOUT),
+            )
+        except OSError as error:
+            raise OSError(
+                f"Cannot fetch {source.address}: {error}. Try again, or fetch it by hand and put it at "
+                f"{str(folder / source.file)!r}."
+            ) from error
+        except ValueError as error:
+            raise ValueError(
+                f"What {source.address} sent is not the official file: {error} Try again, or another mirror."
+            ) from error
+    return Path(found)
+
+
+def md5_of(path: Path) -> str:
+    """The MD5 of a file, as the official pages give it: against accidents, not against forgery."""
+    return str(require("pooch", "Checking data").file_hash(str(path), alg="md5"))
+
+
+class _Bar:
+    """A progress bar as pooch drives it: it sets the total, and tells of bytes that have come."""
+
+    def __init__(self, bars: Any, name: str) -> None:
+        self._bars, self._task = bars, bars.add_task(name, total=None, unit="MB")
+        self.total = self._come = 0
+
+    def update(self, count: int) -> None:
+        """So many bytes more."""
+        self._come += count
+        megabytes = {"completed": self._come // MEGABYTE, "total": self.total // MEGABYTE or None}
+        self._bars.update(self._task, **megabytes)
+
+    def reset(self) -> None:
+        """Begin to count again."""
+        self._come = 0
+
+    def close(self) -> None:
+        """The bars close themselves."""

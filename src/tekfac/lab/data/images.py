@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import torch
 from torch import Tensor
+
+from tekfac.common.data_hash import hash_of
 
 HELD_BACK_SEED = 20_260_101
 """Of the one order in which training images are held back, for every data set and every run."""
@@ -72,6 +76,12 @@ class DataSet:
     std: tuple[float, ...]
     augmented: bool = False
     notes: tuple[str, ...] = ()
+
+    @cached_property
+    def digest(self) -> str:
+        """Of all images and labels."""
+        tensors = [tensor for images in (self.train, self.test) for tensor in (images.pixels, images.labels)]
+        return hashlib.sha256(repr([hash_of(tensor) for tensor in tensors]).encode()).hexdigest()[:16]
 
 
 def joined(parts: Sequence[Images]) -> Images:

@@ -8,8 +8,7 @@ from tekfac.lab.data.catalogue import DIGITS, FOLDER, named
 from tekfac.lab.data.digits import digits
 from tekfac.lab.data.folder import folder_of_images
 from tekfac.lab.data.images import DataSet
-from tekfac.lab.data.official import read_official
-from tekfac.lab.data.places import VARIABLE, default_folder, place_in
+from tekfac.lab.data.official import VARIABLE, default_folder, place_in, read_official
 
 
 def load(
