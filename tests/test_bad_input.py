@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dense import METHODS
-from tekfac import EKFAC, KFAC, TEKFAC, TKFAC
+from tekfac import EKFAC, KFAC, TEKFAC, TKFAC, explain
 from tekfac.damping import BesideConvolutions, Factored, Tikhonov, TraceBased
 from tekfac.likelihoods import Categorical, Gaussian, OutputShapeError
 from tekfac.optim.natural_gradient import NaturalGradient
@@ -285,3 +285,22 @@ def test_integers_of_numpy_are_intervals_too() -> None:
     numpy = pytest.importorskip("numpy")
     model = cnn()
     train(model, TEKFAC(model, factors_every=numpy.int64(2), lr=numpy.float64(0.01)), images(1))
+
+
+def test_a_model_without_data_is_refused_and_works_once_it_has_some() -> None:
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(5, 4), nn.Tanh(), nn.Linear(4, 3))
+    with pytest.raises(ValueError, match=r"TEKFAC needs a model with data; 4 of its parameters \(0\.weight"):
+        TEKFAC(model)
+    model.to_empty(device="cpu")
+    for parameter in model.parameters():
+        nn.init.normal_(parameter)
+    optimizer = TEKFAC(model)
+    train(model, optimizer, vectors(2, dtype=torch.float32))
+    assert set(optimizer.curvature) == {"0", "2"}
+
+
+def test_explaining_needs_no_data() -> None:
+    with torch.device("meta"):
+        model = nn.Linear(5, 4)
+    assert len(explain(model, file=None).layers) == 1

@@ -285,3 +285,40 @@ def test_the_compiler_is_back_when_the_optimizer_is_gone() -> None:
     gc.collect()
     other(batches(1)[0][0])
     assert backend.run == 1
+
+
+def runs_compiled(backend: Counting, function: Any) -> bool:
+    """Whether a call of a compiled function runs compiled code."""
+    before = backend.run
+    function(batches(1)[0][0])
+    return backend.run > before
+
+
+@pytest.mark.parametrize("order", ["eager", *ORDERS])
+def test_other_compiled_functions_stay_compiled_once_it_is_known_how_the_model_is_called(order: str) -> None:
+    """Of a compiled model that is known from the start; of a plain one, after its first pass."""
+    backend = Counting()
+    other: Any = torch.compile(network(), backend=backend)
+    called, optimizer = made(TEKFAC, network(), order, backend="eager")
+    optimizer._settings.__dict__.update(factors_every=1)  # every step is waited for
+    if order == "optimizer of the compiled model":
+        assert runs_compiled(backend, other)
+    x, y = batches(1)[0]
+    loss = cross_entropy(called(x), y)
+    if order in ("eager", "optimizer of the compiled model"):
+        assert runs_compiled(backend, other)
+    loss.backward()
+    optimizer.step()
+    assert optimizer._capture.armed
+    assert runs_compiled(backend, other) == (order in ("eager", "optimizer of the compiled model"))
+    assert len(optimizer.curvature) == 2
+
+
+def test_a_model_that_is_compiled_in_the_middle_of_training_is_measured_again() -> None:
+    model = network()
+    optimizer = TEKFAC(model, **settings_of(TEKFAC))
+    losses(model, optimizer, 4)
+    called: Any = torch.compile(model, backend="eager")
+    before = optimizer.curvature["0"].to_dense()
+    losses(called, optimizer, 6)
+    assert not torch.equal(optimizer.curvature["0"].to_dense(), before)

@@ -254,3 +254,12 @@ def test_the_command_needs_torch_alone(network: Path) -> None:
     finished = subprocess.run([sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True)
     assert finished.returncode == 0, finished.stderr
     assert "TEKFAC preconditions 2 layer(s)" in finished.stdout
+
+
+def test_groups_that_are_left_to_first_order_are_explained_as_the_optimizer_treats_them() -> None:
+    model = nn.Sequential(nn.Linear(5, 4), nn.Tanh(), nn.Linear(4, 3))
+    groups = [{"params": "2", "first_order": True}]
+    explained = tekfac.explain(model, file=None, param_groups=groups)
+    assert [layer.name for layer in explained.layers] == ["0"]
+    assert [parameter.name for parameter in explained.first_order] == ["2.weight", "2.bias"]
+    assert list(tekfac.TEKFAC(model, param_groups=groups)._model_layers.layers) == ["0"]

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dense import assert_close, every_method
-from tekfac import TEKFAC
+from tekfac import TEKFAC, explain
 from tekfac.optim.natural_gradient import NaturalGradient
 from training import assert_identical, backward, everything, mlp, through_a_file, vectors
 
@@ -249,3 +249,33 @@ def test_a_frozen_layer_between_trained_ones_passes_gradients_on() -> None:
     assert_identical([p.grad for p in model.parameters()], [p.grad for p in twin.parameters()])
     optimizer.step()
     assert {"0", "4"} <= set(optimizer.curvature)
+
+
+def test_the_log_counts_layers_that_are_trained_as_explain_does(caplog: pytest.LogCaptureFixture) -> None:
+    model = network([name for name, _ in network().named_parameters() if not name.startswith("4.")])
+    with caplog.at_level("INFO", logger="tekfac"):
+        TEKFAC(model)
+    assert "TEKFAC preconditions 1 layer(s)" in caplog.text
+    assert "TEKFAC preconditions 1 layer(s)" in str(explain(model, file=None))
+
+
+@every_part
+def test_what_is_unfrozen_after_its_pass_was_measured_changes_no_hook_inside_of_a_pass(
+    frozen: Iterable[str],
+) -> None:
+    """Layers are looked at again by step(), where no hook is running; what was captured is read anew."""
+    model = network()
+    optimizer = TEKFAC(model, **every_step(TEKFAC))
+    hooks: list[int] = []
+    model[0].register_forward_hook(lambda *_: hooks.append(len(model[2]._forward_hooks)))
+    (batch,) = vectors(1)
+    backward(model, batch)
+    set_frozen(model, frozen, True)
+    optimizer.step()
+    set_frozen(model, frozen, False)
+    before = len(model[2]._forward_hooks)
+    optimizer.zero_grad()
+    backward(model, batch)
+    assert hooks[-1] == before == len(model[2]._forward_hooks)
+    optimizer.step()
+    assert set(optimizer.curvature) == LAYERS

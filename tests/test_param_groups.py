@@ -265,3 +265,21 @@ def test_parameters_that_come_later_are_said_to_be_first_order(caplog: pytest.Lo
     optimizer = TEKFAC(mlp())
     optimizer.add_param_group({"params": torch.nn.Linear(2, 2).parameters()})
     assert "2 parameter(s)" in caplog.text
+
+
+@pytest.mark.parametrize("given", ["a module", "its name", "its parameters", "one parameter"])
+def test_a_group_that_is_added_may_hold_what_the_first_ones_may(given: str) -> None:
+    model = mlp(sizes=(5, 4, 4, 3))
+    optimizer = TEKFAC(model, lr=0.05)
+    model.add_module("5", nn.Linear(3, 3).double())
+    new = model[5]
+    params = {
+        "a module": new,
+        "its name": "5",
+        "its parameters": new.parameters(),
+        "one parameter": new.weight,
+    }[given]
+    optimizer.add_param_group({"params": params, "lr": 0.1})
+    expected = [new.weight] if given == "one parameter" else list(new.parameters())
+    assert all(p is q for p, q in zip(optimizer.param_groups[-1]["params"], expected, strict=True))
+    assert optimizer.param_groups[-1]["param_names"] == ["5.weight", "5.bias"][: len(expected)]

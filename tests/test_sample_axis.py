@@ -103,3 +103,35 @@ def test_rows_that_cannot_be_told_apart_are_one_group_where_labels_are_sampled()
     optimizer = measured(TKFAC, model, x, lambda out: cross_entropy(out, labels))
     curvature = optimizer.curvature["encoder"]
     assert int((curvature.basis.values_in > 1e-12).sum()) <= CLASSES
+
+
+class Recurrent(nn.Module):
+    """Sequence-first, as nn.LSTM is by itself: [T, N, D] -> [T, N, C]."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm, self.head = nn.LSTM(D, 4), nn.Linear(4, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.head(self.lstm(x)[0])
+        return out
+
+
+@pytest.mark.parametrize(
+    ("steps", "batch_dim", "told"), [(8, 0, True), (8, 1, False), (7, 0, True), (7, 1, False)]
+)
+def test_sequence_first_outputs_are_noticed_where_a_layer_knows_its_samples(
+    steps: int, batch_dim: int, told: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = Recurrent()
+    optimizer = TKFAC(model, batch_dim=batch_dim)
+    for _ in range(2):
+        optimizer.zero_grad()
+        logits = model(torch.randn(steps, N, D))
+        cross_entropy(logits.flatten(0, 1), torch.randint(CLASSES, (steps * N,))).backward()
+        optimizer.step()
+    messages = [
+        r.getMessage() for r in caplog.records if "batch_dim=1" in r.getMessage() and "lstm" in r.getMessage()
+    ]
+    assert bool(messages) == told
+    assert len(set(messages)) == len(messages)

@@ -37,9 +37,10 @@ class TEKFAC(NaturalGradient):
 
         optimizer = TEKFAC(model, lr=1e-3)
 
-    Linear and convolution layers are preconditioned, every other parameter is trained by momentum SGD
-    on its raw gradient. docs/settings.md explains every keyword; `TEKFAC.paper(model)` has the paper's
-    own settings.
+    Linear layers, convolutions, embeddings, attention, recurrent layers and norms are preconditioned, and types
+    of your own after `tekfac.register_layer`; every other parameter is trained by momentum SGD on its raw
+    gradient. `tekfac.explain(model)` tells what will be done with a model; `TEKFAC.paper(model)` has the
+    paper's own settings.
     """
 
     method = methods.TEKFAC
