@@ -186,7 +186,7 @@ class NaturalGradient(Optimizer):
         """The optimizer with the paper's reading of every setting; keywords override single ones."""
         return cls(model, **{**paper_settings(cls.method), **overrides})
 
-        # -- what is where ---------------------------------------------------------------------------------
+    # -- what is where ---------------------------------------------------------------------------------
 
     @property
     def _layers(self) -> dict[str, Layer]:
