@@ -142,7 +142,7 @@ def test_a_number_that_does_not_fit_is_refused_by_its_name_and_value(call: str, 
 def test_an_unknown_keyword_is_refused_with_the_nearest_there_is(call: str) -> None:
     with pytest.raises(TypeError, match=rf"fisher\.{call}.*'likelyhood'.*Did you mean 'likelihood'\?"):
         CALLS[call](mlp(), vectors(1), likelyhood="gaussian")
-    with pytest.raises(TypeError, match=r"'nonsense'.*It takes.*fisher, likelihood, layers"):
+    with pytest.raises(TypeError, match=r"'nonsense'.*It takes.*fisher, likelihood, loss_reduction.*layers"):
         CALLS[call](mlp(), vectors(1), nonsense=1)
 
 

@@ -1,11 +1,8 @@
-"""Batches of data, whatever they are made of: tensors in tuples, lists and dicts; and hashes of them.
-
-The hashes are sums of products modulo 2^64, in torch alone: good for telling apart data that were changed or
-reordered by accident, not by an adversary.
-"""
+"""Batches of data, whatever they are made of: tensors in tuples, lists and dicts; and hashes of them."""
 
 from __future__ import annotations
 
+import ctypes
 import hashlib
 import re
 from collections.abc import Callable, Iterator, Mapping
@@ -16,8 +13,6 @@ import torch
 from torch import Tensor
 
 WORD = 2**64
-CHUNK = 2**22
-"""Numbers that are hashed at a time."""
 
 
 def map_tensors(batch: Any, function: Callable[[Tensor], Tensor]) -> Any:
@@ -66,29 +61,36 @@ class DataHash:
 
     def then(self, batch: Any) -> DataHash:
         """After one more batch."""
-        samples = _stirred(_hashes_of_samples(batch))
-        content = (self.content + int(samples.sum())) % WORD
-        in_order = int((samples * _weights(len(samples))).sum())
-        digest = hashlib.sha256(f"{self.sequence} {in_order} {_outline(batch)}".encode()).digest()
-        return DataHash(content, int.from_bytes(digest[:8], "big"))
+        samples = _hashes_of_samples(batch)
+        content = (self.content + sum(samples)) % WORD
+        return DataHash(content, _hash(f"{self.sequence} {samples} {_outline(batch)}".encode()))
 
 
 def hash_of(tensor: Tensor) -> int:
     """Of all its bytes and its shape."""
-    shape = int.from_bytes(hashlib.sha256(str(tuple(tensor.shape)).encode()).digest()[:8], "big")
-    return (int(_combined(_words(_plain(tensor).reshape(1, -1)))[0]) + shape) % WORD
+    return _hash(str(tuple(tensor.shape)).encode(), _bytes(tensor))
 
 
-def _hashes_of_samples(batch: Any) -> Tensor:
+def _hashes_of_samples(batch: Any) -> list[int]:
     """One number per sample; tensors that do not have one row per sample count for all of them."""
     samples = length(batch)
-    hashes = torch.zeros(samples, dtype=torch.int64)
-    for index, tensor in enumerate(tensors_of(batch), start=1):
-        plain = _plain(tensor)
-        whole = not (plain.ndim and len(plain) == samples)
-        rows = plain.reshape(1, -1) if whole else plain.reshape(samples, -1)
-        hashes += (2 * index + 1) * _combined(_words(rows))
-    return hashes
+    parts: list[list[bytes]] = [[] for _ in range(samples)]
+    for tensor in tensors_of(batch):
+        data = _bytes(tensor)
+        has_rows = tensor.ndim > 0 and len(tensor) == samples
+        size = len(data) // samples if has_rows and samples else 0
+        for index, own in enumerate(parts):
+            own.append(data[index * size : (index + 1) * size] if has_rows else data)
+    return [_hash(*own) for own in parts]
+
+
+def _hash(*parts: bytes) -> int:
+    """64 bits of what was put together from these parts, and not from others."""
+    digest = hashlib.blake2b(digest_size=8)
+    for part in parts:
+        digest.update(len(part).to_bytes(8, "big"))
+        digest.update(part)
+    return int.from_bytes(digest.digest(), "big")
 
 
 def _outline(batch: Any) -> str:
@@ -104,45 +106,12 @@ def _outline(batch: Any) -> str:
     return re.sub(r" at 0x[0-9a-f]+", "", repr(batch))
 
 
-def _plain(tensor: Tensor) -> Tensor:
-    """The tensor in a form whose bytes can be read."""
+def _bytes(tensor: Tensor) -> bytes:
+    """The numbers of a tensor as they lie in memory, in order; NumPy may not be there."""
     tensor = tensor.detach()
     if tensor.is_quantized:
-        return tensor.int_repr()
-    if tensor.layout != torch.strided:
+        tensor = tensor.int_repr()
+    elif tensor.layout != torch.strided:
         tensor = tensor.to_dense()
-    return tensor.resolve_conj().resolve_neg().cpu()
-
-
-def _words(rows: Tensor) -> Tensor:
-    """The bytes of each row as 64-bit numbers, [N, w]."""
-    if not rows.numel():
-        return torch.zeros(len(rows), 1, dtype=torch.int64)
-    data = rows.contiguous().view(torch.uint8)
-    missing = -data.shape[1] % 8
-    return torch.nn.functional.pad(data, (0, missing)).contiguous().view(torch.int64)
-
-
-def _combined(words: Tensor) -> Tensor:
-    """A sum of each row's words, stirred, with fixed odd weights, modulo 2^64, [N]."""
-    weights = _weights(words.shape[1])
-    total = torch.zeros(len(words), dtype=torch.int64)
-    step = max(1, CHUNK // max(1, len(words)))
-    for start in range(0, words.shape[1], step):
-        part = slice(start, start + step)
-        total += (_stirred(words[:, part]) * weights[part]).sum(1)
-    return total
-
-
-def _weights(count: int) -> Tensor:
-    """Fixed odd numbers."""
-    generator = torch.Generator().manual_seed(0)
-    return torch.randint(-(2**62), 2**62, (count,), generator=generator) * 2 + 1
-
-
-def _stirred(words: Tensor) -> Tensor:
-    """64-bit numbers with their bits mixed, so that no bit of a sum of them depends on single bits alone."""
-    words = words * -0x61C8864680B583EB
-    words = words ^ ((words >> 32) & 0xFFFFFFFF)
-    words = words * -0x3B314601E57A13AD
-    return words ^ ((words >> 29) & 0x7FFFFFFFF)
+    plain = tensor.resolve_conj().resolve_neg().cpu().contiguous()
+    return ctypes.string_at(plain.data_ptr(), plain.nbytes) if plain.numel() else b""
