@@ -21,6 +21,7 @@ from training import (
     images,
     mlp,
     saved_curvature,
+    saved_whole,
     through_a_file,
     train,
     vectors,
@@ -125,7 +126,7 @@ def test_the_state_holds_everything_a_later_step_depends_on() -> None:
     for curvature in saved_curvature(state).values():
         assert {"moments", "basis", "theta"} <= set(curvature)
         assert curvature["moments"]["weight"] == curvature["theta"]["weight"] == 1.0
-    whole = state["param_groups"][0]["tekfac"]
+    whole = saved_whole(state)
     assert whole["num_steps"] == 1
     assert isinstance(whole["sampling"]["state"], torch.Tensor)
 

@@ -101,6 +101,11 @@ def through_a_file(value: Any) -> Any:
     return torch.load(buffer, weights_only=True)
 
 
+def saved_whole(state: Mapping[str, Any]) -> dict[str, Any]:
+    """What an optimizer's state has of the optimizer as a whole: clocks, generator, ..."""
+    return state["param_groups"][0]["tekfac"]  # type: ignore[no-any-return]
+
+
 def saved_curvature(state: Mapping[str, Any]) -> dict[str, Any]:
     """The curvature in an optimizer's state, by the names of the weights it is found under."""
     names = [name for group in state["param_groups"] for name in group["param_names"]]
