@@ -31,6 +31,7 @@ from torch import Tensor, nn
 
 import tekfac
 from provenance import provenance
+from tekfac.fisher.figures import empty
 from tekfac.lab.report import drawing
 
 MODULES = """
@@ -278,7 +279,7 @@ def verdict(runs: Mapping[str, Sequence[Run]]) -> str:
 def draw(runs: Mapping[str, Sequence[Run]], file: Path) -> None:
     """Mean and range of the validation loss over the seeds, against steps and against seconds."""
     with drawing.style():
-        page = drawing.empty(2.8)
+        page = empty(2.8)
         panels = page.subplots(1, 2, sharey=True)
         for name, of in runs.items():
             points = [list(zip(*at, strict=True)) for at in zip(*(run.curve for run in of), strict=True)]

@@ -434,7 +434,7 @@ def test_the_runs_of_a_study_of_sensitivity_do_not_enter_the_table_of_accuracies
     presented: dict[str, int] = {}
     monkeypatch.setattr(
         "tekfac.cli.reproduce.present",
-        lambda folders, out, **settings: presented.update({out.name: len(folders)}),
+        lambda folders, out, asked: presented.update({out.name: len(folders)}),
     )
     asked = ["--data", "cifar100", "--models", "resnet20", "--optimizers", "sgdm,tekfac", "--seeds", "1"]
     assert main(["reproduce", "all", *asked, "--out", "p"]) == 0

@@ -14,7 +14,7 @@ import pytest
 from matplotlib.image import imread
 
 from lab_runs import METHODS, write_comparison
-from tekfac.lab.report import find_runs, write_report
+from tekfac.lab.report import Asked, find_runs, write_report
 
 BROWSER = shutil.which("chromium") or shutil.which("google-chrome")
 if BROWSER is None:
@@ -62,7 +62,7 @@ def browse(page: Path, profile: Path, *arguments: str) -> str:
 def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("browser")
     write_comparison(folder / "runs", epochs=5, seeds=2)
-    write_report(find_runs([folder / "runs"]), folder / "out", title="Six optimizers on the digits")
+    write_report(find_runs([folder / "runs"]), folder / "out", Asked(title="Six optimizers on the digits"))
     return folder / "out" / "report.html"
 
 
@@ -100,7 +100,7 @@ def test_everything_is_laid_out_and_nothing_is_loaded(page: Path, tmp_path: Path
 def test_the_table_of_the_paper_fits_on_a_screen(tmp_path: Path) -> None:
     write_comparison(tmp_path / "runs", epochs=2, seeds=2, data="cifar100", model="resnet20")
     paper = {("cifar100", "resnet20", name): "54.93 ± 21.24" for name in ("sgdm", "adam", *METHODS)}
-    write_report(find_runs([tmp_path / "runs"]), tmp_path / "out", title="The paper", paper=paper)
+    write_report(find_runs([tmp_path / "runs"]), tmp_path / "out", Asked(title="The paper", paper=paper))
     sizes = measured(tmp_path / "out" / "report.html", tmp_path, 1100)
     assert max(wide for wide, _ in sizes["table"]) <= max(wide for wide, _ in sizes["figure"]) + 1
 

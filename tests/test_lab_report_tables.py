@@ -14,7 +14,7 @@ import pytest
 from rich.console import Console
 
 from lab_runs import METHODS, write_comparison, write_run
-from tekfac.lab.report import find_runs, write_report
+from tekfac.lab.report import Asked, find_runs, write_report
 from tekfac.lab.report.summary import summarise
 from tekfac.lab.report.table_formats import Table, to_csv, to_latex, to_markdown, to_rich
 from tekfac.lab.report.tables import accuracies, brief, comparison, numbers, times
@@ -75,7 +75,7 @@ def test_latex_has_its_braces_and_environments_closed_in_order(notes: tuple[str,
 
 def test_html_is_escaped_and_bold_and_names_rows_and_columns(tmp_path: Path) -> None:
     write_run(tmp_path / "run", [0.5])
-    write_report(find_runs([tmp_path]), tmp_path / "out", title="Tables", extra_tables=[NASTY])
+    write_report(find_runs([tmp_path]), tmp_path / "out", Asked(title="Tables", extra_tables=[NASTY]))
     text = (tmp_path / "out" / "report.html").read_text()
     assert "<script>" not in text
     assert "<caption>a_b &amp; &lt;c&gt;</caption>" in text

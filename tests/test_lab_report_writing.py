@@ -16,7 +16,7 @@ import pytest
 from matplotlib.figure import Figure
 
 from lab_runs import METHODS, write_comparison, write_run
-from tekfac.lab.report import find_runs, write_report
+from tekfac.lab.report import Asked, find_runs, write_report
 from tekfac.lab.report.drawing import settle
 from tekfac.lab.report.figures import curvature, curves, time_shares
 from tekfac.lab.report.summary import TaskSummary, summarise
@@ -63,10 +63,12 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> Path:
     names = write_report(
         find_runs([folder / "runs"]),
         folder / "out",
-        title="A <script>title</script> & more",
-        extra_tables=[Table("Further", ("a", "b"), (("x", "1"),))],
-        paper={("digits", "<b>&net", "sgdm"): "93.35 ± 0.17"},
-        notes=["Read <this> first."],
+        Asked(
+            title="A <script>title</script> & more",
+            extra_tables=[Table("Further", ("a", "b"), (("x", "1"),))],
+            paper={("digits", "<b>&net", "sgdm"): "93.35 ± 0.17"},
+            notes=["Read <this> first."],
+        ),
     )
     (folder / "names").write_text("\n".join(names))
     return folder
@@ -171,7 +173,9 @@ def test_a_report_is_the_same_when_made_again_and_leaves_other_files(tmp_path: P
     (tmp_path / "out" / "mine.txt").write_text("kept")
     made = []
     for _ in range(2):
-        names = write_report(find_runs([tmp_path / "runs"]), tmp_path / "out", title="One run", target=55)
+        names = write_report(
+            find_runs([tmp_path / "runs"]), tmp_path / "out", Asked(title="One run", target=55)
+        )
         made.append({name: (tmp_path / "out" / name).read_bytes() for name in names})
     assert made[0] == made[1]
     assert (tmp_path / "out" / "mine.txt").read_text() == "kept"
@@ -287,7 +291,7 @@ def test_a_task_without_any_finite_loss_is_reported_as_diverged(tmp_path: Path, 
     if others:
         write_run(tmp_path / "runs" / "b", [0.5, 0.6], model="other")
         write_run(tmp_path / "runs" / "c", [], status="diverged", model="none")
-    names = write_report(find_runs([tmp_path / "runs"]), tmp_path / "out", title="Nothing learnt")
+    names = write_report(find_runs([tmp_path / "runs"]), tmp_path / "out", Asked(title="Nothing learnt"))
     text = (tmp_path / "out" / "report.html").read_text()
     assert "1 of 1 diverged" in text
     assert "not finite" in text
@@ -303,7 +307,7 @@ def test_names_are_shown_letter_by_letter(tmp_path: Path) -> None:
     for index, name in enumerate(nasty):
         own = {"name": name, "optimizer": "_$o$", "options": {"$s$": 0.1 * 2**index}}
         write_run(tmp_path / "runs" / str(index), [0.5], layers=("_a", "_$b$"), **own)
-    write_report(find_runs([tmp_path / "runs"]), tmp_path / "out", title="A $title$ of _mine")
+    write_report(find_runs([tmp_path / "runs"]), tmp_path / "out", Asked(title="A $title$ of _mine"))
     summary = summarise(find_runs([tmp_path / "runs"]))[0]
     labels = [row.group.label for row in summary.rows]
     assert all(any(name in label for label in labels) for name in nasty)
@@ -343,7 +347,7 @@ def test_the_curvature_is_that_of_the_first_seed_as_its_caption_says(tmp_path: P
             write_run(
                 tmp_path / "runs" / f"{optimizer}{seed}", [0.5], optimizer=optimizer, seed=seed, layers=("fc",)
             )
-    write_report(find_runs([tmp_path / "runs"]), tmp_path / "out", title="Curvature")
+    write_report(find_runs([tmp_path / "runs"]), tmp_path / "out", Asked(title="Curvature"))
     titles = [axes.get_title() for axes in curvature(summarise(find_runs([tmp_path / "runs"]))[0]).axes[:4]]
     assert titles == [f"{optimizer.upper()}, seed 3" for optimizer in METHODS]
     text = (tmp_path / "out" / "report.html").read_text()

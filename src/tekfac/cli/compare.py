@@ -13,7 +13,7 @@ from tekfac.lab.config import RunConfig
 from tekfac.lab.grids import Point
 from tekfac.lab.optimizers import COMPARED, FACTORIES
 from tekfac.lab.pool import run_configs
-from tekfac.lab.report import present, require_reports
+from tekfac.lab.report import Asked, present, require_reports
 from tekfac.lab.run_folder import RunFolder
 from tekfac.lab.study import Trial
 from tekfac.lab.sweeping import best, read_base, read_trials
@@ -72,14 +72,13 @@ def run(options: argparse.Namespace) -> None:
     seeds = run_arguments.seeds(options)
     configs = recipes.configs(base, points, seeds)
     folders = run_configs(configs, options.out, run_arguments.manner(options), "All runs")
-    present(
-        folders,
-        options.out,
+    asked = Asked(
         title=f"{len(names)} optimizers on {base.data} with {base.model}",
         target=options.target,
         command=options.command_line,
         notes=_origin(tuned, changed=bool(options.lr or options.option)),
     )
+    present(folders, options.out, asked)
 
 
 def _base(options: argparse.Namespace) -> RunConfig:

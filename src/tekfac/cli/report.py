@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from tekfac.lab.report import present, require_reports
+from tekfac.lab.report import Asked, present, require_reports
 
 DESCRIPTION = """\
 Turns the folders that `tekfac train` wrote into a report: one page to open in a browser, tables in Markdown and
@@ -37,4 +37,5 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> None:
     """Write the report, print its numbers in brief and where the page is."""
     require_reports()
-    present(options.runs, options.out, title=options.title, target=options.target, command=options.command_line)
+    asked = Asked(title=options.title, target=options.target, command=options.command_line)
+    present(options.runs, options.out, asked)

@@ -8,7 +8,7 @@ from pathlib import Path
 from tekfac.cli import run_arguments
 from tekfac.common.checks import nearest, require_choice
 from tekfac.lab import recipes
-from tekfac.lab.report import present, require_reports
+from tekfac.lab.report import Asked, present, require_reports
 from tekfac.lab.reproducing import EXPERIMENTS, SCALE_NOTES, SENSITIVE, Wish
 
 ALL = "all"
@@ -93,15 +93,14 @@ def run(options: argparse.Namespace) -> None:
     )
     for name in names:
         outcome = EXPERIMENTS[name](wish)
-        present(
-            outcome.folders,
-            out / name,
+        asked = Asked(
             title=f"The paper's {name}, scale {options.scale}",
             command=options.command_line,
             extra_tables=outcome.tables,
             paper=outcome.paper,
             notes=[SCALE_NOTES[wish.scale]],
         )
+        present(outcome.folders, out / name, asked)
 
 
 def _listed(text: str | None, name: str, known: tuple[str, ...]) -> tuple[str, ...]:

@@ -52,7 +52,7 @@ STYLE = {
 
 def save(figure: Figure, path: str | Path) -> None:
     """Write a figure twice, for the screen (PNG) and for print (PDF); `path` has no ending."""
-    with _style():
+    with style():
         figure.savefig(f"{path}.png", dpi=250)
         figure.savefig(f"{path}.pdf", dpi=250)
 
@@ -81,8 +81,8 @@ def _bars(comparison: Comparison, found: Mapping[str, Sequence[Interval]], ylabe
     compared, labels = comparison.compared, _short(list(comparison.truths))
     width = 0.8 / len(compared)
     upright = sum(len(label) + 3 for label in labels) > CHARACTERS_PER_PAGE
-    with _style():
-        figure = _figure(3.2 if upright else 2.6)
+    with style():
+        figure = empty(3.2 if upright else 2.6)
         axes = figure.subplots()
         for index, approximation in enumerate(compared):
             own = found[approximation.label]
@@ -113,7 +113,7 @@ def spectra(comparison: Comparison) -> Figure:
     """
     if all(row.diagonal is None for row in comparison.rows):
         raise ValueError("The comparison has no spectra. Make it with fisher.compare(..., spectra=True).")
-    with _style():
+    with style():
         truths = {layer: truth for layer, truth in comparison.truths.items() if truth.trace > 0}
         figure, panels = _panels(len(truths), height=2.0)
         for axes, (layer, truth) in zip(panels, truths.items(), strict=False):
@@ -141,8 +141,8 @@ def heat_maps(exact: Block, approximations: Mapping[str, Block]) -> Figure:
     largest = float(truth.abs().max())
     scale = colors.SymLogNorm(linthresh=largest * 1e-3, vmin=-largest, vmax=largest)
     columns = 1 + len(dense)
-    with _style():
-        figure = _figure(2 * (PAGE - 0.6) / columns + 0.55)
+    with style():
+        figure = empty(2 * (PAGE - 0.6) / columns + 0.55)
         axes = figure.subplots(2, columns)
         look: dict[str, Any] = {"cmap": "RdBu_r", "norm": scale, "interpolation": "nearest", "rasterized": True}
         image = axes[0, 0].imshow(truth.numpy(), **look)
@@ -178,7 +178,7 @@ def along_training(comparisons: Mapping[str, Comparison], xlabel: str = "epoch")
     shown = range(0, len(labels), math.ceil(len(labels) / 6))
     longest = max(len(labels[index]) for index in shown)
     upright = longest * len(shown) > 20
-    with _style():
+    with style():
         figure, panels = _panels(len(first.truths), height=1.8 + (0.06 * longest if upright else 0))
         for axes, layer in zip(panels, first.truths, strict=False):
             for approximation in first.compared:
@@ -204,14 +204,13 @@ def along_training(comparisons: Mapping[str, Comparison], xlabel: str = "epoch")
 # -- looks -----------------------------------------------------------------------------------------------
 
 
-def _style() -> AbstractContextManager[None]:
+def style(settings: Mapping[str, Any] = STYLE) -> AbstractContextManager[None]:
     """The settings of all figures, for as long as one is drawn."""
-    context: AbstractContextManager[None] = require("matplotlib", "A figure").rc_context(STYLE)
-    return context
+    return require("matplotlib", "A figure").rc_context(settings)  # type: ignore[no-any-return]
 
 
-def _figure(height: float) -> Figure:
-    """An empty page of some height; no screen is touched."""
+def empty(height: float) -> Figure:
+    """A page of some height in inches; no screen is touched."""
     page: Figure = require("matplotlib.figure", "A figure").Figure(figsize=(PAGE, height), layout="constrained")
     return page
 
@@ -229,7 +228,7 @@ def _panels(count: int, height: float) -> tuple[Figure, list[Axes]]:
     """A page of small panels, as many as needed."""
     columns = min(count, 3 if count <= 6 else 4)
     rows = math.ceil(count / columns)
-    figure = _figure(height * rows + 0.3)
+    figure = empty(height * rows + 0.3)
     panels = list(figure.subplots(rows, columns, squeeze=False).flat)
     for unused in panels[count:]:
         unused.set_visible(False)

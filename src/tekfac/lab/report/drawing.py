@@ -5,8 +5,8 @@ from __future__ import annotations
 import io
 import math
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING, Any
 from tekfac import methods
 from tekfac.common.extras import require
 from tekfac.common.files import write_whole
-from tekfac.fisher.figures import COLOURS, PAGE
-from tekfac.fisher.figures import STYLE as PRINT
+from tekfac.fisher import figures as printed
 from tekfac.lab.report.runs import Group
 from tekfac.lab.report.summary import Line
 
@@ -24,7 +23,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 STYLE = {
-    **PRINT,
+    **printed.STYLE,
     "svg.hashsalt": "tekfac",
     "svg.fonttype": "path",
     "xtick.labelsize": 7,
@@ -34,6 +33,9 @@ STYLE = {
     "grid.linewidth": 0.5,
     "axes.axisbelow": True,
 }
+style = partial(printed.style, STYLE)
+"""The settings of all figures of reports, for as long as one is drawn."""
+
 FIRST_ORDER: Mapping[str, tuple[str, str]] = {
     "sgd": ("#a6a6a6", "--"),
     "sgdm": ("#555555", "-"),
@@ -73,18 +75,6 @@ class Drawing:
     caption: str
     alternative: str
     figure: Figure
-
-
-def style() -> AbstractContextManager[None]:
-    """The settings of all figures, for as long as one is drawn."""
-    context: AbstractContextManager[None] = require("matplotlib", "A figure").rc_context(STYLE)
-    return context
-
-
-def empty(height: float) -> Figure:
-    """A page of some height in inches; no screen is touched."""
-    page: Figure = require("matplotlib.figure", "A figure").Figure(figsize=(PAGE, height), layout="constrained")
-    return page
 
 
 def looks(groups: Sequence[Group]) -> list[dict[str, Any]]:
@@ -178,24 +168,21 @@ def settle(figure: Figure) -> None:
 def svg_of(figure: Figure) -> str:
     """The figure as SVG, the same text whenever it is drawn."""
     text = io.StringIO()
-    with style():
-        figure.savefig(text, format="svg", metadata=WITHOUT_DATE["svg"], transparent=True)
+    _write(figure, "svg", text, transparent=True)
     return text.getvalue()
 
 
 def save(drawing: Drawing, folder: Path) -> list[str]:
     """Write PNG, SVG and PDF, each whole or not at all; the names of the files."""
+    names = {f"{drawing.name}.{ending}": ending for ending in WITHOUT_DATE}
+    for name, ending in names.items():
+        write_whole(folder / name, partial(_write, drawing.figure, ending, dpi=200))
+    return list(names)
 
-    def write(path: Path, ending: str) -> None:
-        with style():
-            drawing.figure.savefig(path, format=ending, dpi=200, metadata=WITHOUT_DATE[ending])
 
-    names = []
-    for ending in WITHOUT_DATE:
-        name = f"{drawing.name}.{ending}"
-        write_whole(folder / name, lambda path, ending=ending: write(path, ending))  # type: ignore[misc]
-        names.append(name)
-    return names
+def _write(figure: Figure, ending: str, to: Any, **settings: Any) -> None:
+    with style():
+        figure.savefig(to, format=ending, metadata=WITHOUT_DATE[ending], **settings)
 
 
 def _look(optimizer: str) -> tuple[str, str]:
@@ -203,7 +190,7 @@ def _look(optimizer: str) -> tuple[str, str]:
     method = METHODS.get(optimizer)
     if method is None:
         return FIRST_ORDER.get(optimizer, OTHER)
-    return COLOURS[method.factors.trace_restricted, method.rescaling.measured], (
+    return printed.COLOURS[method.factors.trace_restricted, method.rescaling.measured], (
         "-" if method.rescaling.measured else "--"
     )
 

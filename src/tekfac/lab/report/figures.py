@@ -7,18 +7,10 @@ from collections.abc import Callable, Mapping, Sequence
 from textwrap import wrap
 from typing import TYPE_CHECKING, Any
 
+from tekfac.fisher.figures import empty
 from tekfac.lab.clock import PARTS
-from tekfac.lab.report.drawing import (
-    LETTERS_PER_LINE,
-    MOST_NAMED,
-    draw,
-    empty,
-    legend,
-    looks,
-    make_logarithmic,
-    shades,
-    style,
-)
+from tekfac.lab.report import drawing
+from tekfac.lab.report.drawing import draw, legend, make_logarithmic, style
 from tekfac.lab.report.runs import Run, plain
 from tekfac.lab.report.summary import GroupSummary, TaskSummary, epoch_times, over_epochs, over_time
 from tekfac.lab.run_log import Epoch, LayerEpoch
@@ -57,7 +49,7 @@ def curves(summary: TaskSummary) -> Figure:
         handles = []
         for (ylabel, value), row in zip(values, panels, strict=True):
             for axes, along in zip(row, (over_epochs, over_time), strict=True):
-                for group, look in zip(groups, looks(groups), strict=True):
+                for group, look in zip(groups, drawing.looks(groups), strict=True):
                     handles.append(draw(axes, along(group.runs, value), group.label, look))
                     times = epoch_times(group.runs) if along is over_time else None
                     _mark_ends(axes, group.runs, value, look, times)
@@ -118,7 +110,7 @@ def curvature(summary: TaskSummary) -> Figure:
             "method."
         )
     layers = list(dict.fromkeys(row.layer for _, run in runs for row in run.layers))
-    colours = shades(len(layers))
+    colours = drawing.shades(len(layers))
     with style():
         figure = empty(4.9)
         panels = figure.subplots(len(MEASURED), len(runs), sharex="col", sharey="row", squeeze=False)
@@ -135,12 +127,12 @@ def curvature(summary: TaskSummary) -> Figure:
             make_logarithmic(row)
             row[0].set_ylabel(ylabel)
         for axes, (label, run) in zip(panels[0], runs, strict=True):
-            lines = wrap(f"{label}, seed {plain(run.seed)}", LETTERS_PER_LINE // len(runs) - 4)
+            lines = wrap(f"{label}, seed {plain(run.seed)}", drawing.LETTERS_PER_LINE // len(runs) - 4)
             axes.set_title("\n".join(lines), parse_math=False)
         for axes in panels[-1]:
             axes.set_xlabel("step")
             axes.locator_params(axis="x", integer=True, min_n_ticks=1)
-        every = math.ceil(len(layers) / MOST_NAMED)
+        every = math.ceil(len(layers) / drawing.MOST_NAMED)
         legend(figure, panels[0, 0].lines[::every], list(map(_short, layers))[::every], "layer")
     return figure
 

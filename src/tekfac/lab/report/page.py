@@ -5,81 +5,77 @@ page.html is its template, page.css its looks. Whatever comes from outside is es
 
 from __future__ import annotations
 
-import base64
 import json
 import shlex
+from base64 import b64encode
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from importlib.resources import files
+from dataclasses import dataclass
 
 from tekfac.common.extras import require
+from tekfac.lab.report import words
 from tekfac.lab.report.drawing import Drawing, svg_of
 from tekfac.lab.report.runs import Run, flat, plain
 from tekfac.lab.report.summary import TaskSummary, spread
 from tekfac.lab.report.table_formats import Table
-from tekfac.lab.report.words import highlights, in_percent, lead, setup
+from tekfac.lab.report.tables import Paper
 
 OF_ONE_RUN = ("command", "date")
 """What is said of every run alone."""
 
 
-@dataclass(frozen=True)
-class Part:
-    """Tables and figures under one heading.
+@dataclass(frozen=True, kw_only=True)
+class Asked:
+    """What a report is to say beside its runs.
 
     Attributes:
-        title: the heading.
-        tables: first.
-        drawings: then.
-        summary: of the task that it is about, if it is about one.
+        title: of the page.
+        command: which makes it (default: the `tekfac report` that does).
+        target: test accuracy in percent that is to be reached; one is chosen for each task by default.
+        extra_tables: further tables, before those of the tasks.
+        paper: accuracies that the paper prints, by (data, model, optimizer).
+        notes: what a reader has to know first.
     """
 
     title: str
-    tables: Sequence[Table] = ()
-    drawings: Sequence[Drawing] = field(default=())
+    command: str = ""
+    target: float | None = None
+    extra_tables: Sequence[Table] = ()
+    paper: Paper | None = None
+    notes: Sequence[str] = ()
+
+
+@dataclass(frozen=True)
+class Part:
+    """Tables and figures under one heading, and the summary of the task that they are about, if it is one."""
+
+    title: str
+    tables: Sequence[Table]
+    drawings: Sequence[Drawing] = ()
     summary: TaskSummary | None = None
 
 
-def page(
-    title: str,
-    summaries: Sequence[TaskSummary],
-    parts: Sequence[Part],
-    *,
-    runs: Sequence[Run],
-    command: str,
-    notes: Sequence[str] = (),
-) -> str:
-    """The whole page as HTML.
-
-    Args:
-        title: above all.
-        summaries: of what is told in the first sentences.
-        parts: the tables and figures, in order.
-        runs: all that the numbers come from.
-        command: which makes the page again.
-        notes: what a reader has to know first.
-    """
+def page(asked: Asked, summaries: Sequence[TaskSummary], parts: Sequence[Part], runs: Sequence[Run]) -> str:
+    """The whole page as HTML: the parts in order, and all runs that the numbers come from."""
     jinja = require("jinja2", "A report")
     environment = jinja.Environment(
-        autoescape=True, undefined=jinja.StrictUndefined, trim_blocks=True, lstrip_blocks=True
+        loader=jinja.PackageLoader(__package__, ""),
+        autoescape=True,
+        undefined=jinja.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
     )
-    text: str = environment.from_string(_resource("page.html")).render(
-        css=_resource("page.css"),
-        title=title,
-        lead=lead(summaries),
-        notes=notes,
-        parts=parts,
+    text: str = environment.get_template("page.html").render(
+        asked=asked,
         summaries=summaries,
+        parts=parts,
         origins=origins(runs),
         rerun=f"tekfac train --config {shlex.quote(str(runs[0].folder.file))}",
-        command=command,
-        highlights=highlights,
-        setup=setup,
+        words=words,
         plain=plain,
-        data_uri=_data_uri,
-        ending=_ending,
+        spread=spread,
+        json=json,
         facts_of=_facts_of,
-        config_of=_config_of,
+        data_uri=_data_uri,
     )
     return text
 
@@ -99,25 +95,11 @@ def origins(runs: Sequence[Run]) -> dict[str, str]:
     return facts
 
 
-def _resource(name: str) -> str:
-    return files(__package__).joinpath(name).read_text(encoding="utf-8")
-
-
-def _data_uri(drawing: Drawing) -> str:
-    """The figure inside of an address; a browser runs no script in it and loads nothing for it."""
-    return "data:image/svg+xml;base64," + base64.b64encode(svg_of(drawing.figure).encode()).decode()
-
-
-def _ending(run: Run) -> str:
-    """How far a run got."""
-    end = f"{len(run.epochs)} epochs"
-    return end + (f", {in_percent(spread([run.epochs[-1].test_accuracy]))}" if run.epochs else "")
-
-
 def _facts_of(run: Run) -> dict[str, str]:
     known = {name: str(run.provenance[name]) for name in OF_ONE_RUN if name in run.provenance}
     return {"folder": str(run.path), **known}
 
 
-def _config_of(run: Run) -> str:
-    return json.dumps(run.config, indent=2, ensure_ascii=False)
+def _data_uri(drawing: Drawing) -> str:
+    """The figure inside of an address; a browser runs no script in it and loads nothing for it."""
+    return "data:image/svg+xml;base64," + b64encode(svg_of(drawing.figure).encode()).decode()

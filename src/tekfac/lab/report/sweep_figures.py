@@ -6,8 +6,9 @@ import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from tekfac.fisher.figures import empty
 from tekfac.lab.optimizers import display, position
-from tekfac.lab.report.drawing import MOST_NAMED, Drawing, draw, empty, legend, looks, shades, style
+from tekfac.lab.report.drawing import MOST_NAMED, Drawing, draw, legend, looks, shades, style
 from tekfac.lab.report.figures import shown
 from tekfac.lab.report.runs import differing, plain, words
 from tekfac.lab.report.summary import GroupSummary, TaskSummary, over_epochs

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from tekfac.lab.optimizers import display
@@ -49,8 +49,8 @@ def loss(found: Spread | None) -> str:
     return with_deviation(found, lambda value, size: f"{value:.1e}" if 0 < size < 1e-3 else f"{value:.4f}")
 
 
-def reached(found: Reached, form: Callable[[float], str]) -> str:
-    """The median, and how many seeds it is of if some did not get there."""
+def reached(found: Reached, form: Callable[[float], str] = "{:g}".format) -> str:
+    """The median, and how many seeds it is of if some did not get there; epochs may lie between two."""
     if found.median is None:
         return NOTHING
     return form(found.median) + ("" if found.by_all else f" ({found.count} of {found.runs})")
@@ -67,9 +67,9 @@ def duration(value: float, size: float | None = None) -> str:
     return f"{value:.2f}" if size < 10 else f"{value:.1f}" if size < 100 else f"{value:,.0f}"
 
 
-def count(value: float) -> str:
-    """Epochs; the median of an even number may lie between two."""
-    return f"{value:g}"
+def share(part: str, parts: Mapping[str, float]) -> str:
+    """What a part takes of the time of all, in percent."""
+    return f"{100 * parts[part] / (math.fsum(parts.values()) or 1.0):.0f}" if parts else NOTHING
 
 
 def best_places(values: Sequence[float | None], choose: Callable[[Iterable[float]], float]) -> list[int]:
@@ -125,7 +125,7 @@ def highlights(summary: TaskSummary) -> list[tuple[str, str, str]]:
         found.append(("Best final test accuracy", _names(best), much))
     epochs = _fastest(finished, lambda row: median_of_all(row.epochs_to_target))
     if epochs:
-        found.append((f"Fewest epochs to {percent}", epochs[0], count(epochs[1])))
+        found.append((f"Fewest epochs to {percent}", epochs[0], f"{epochs[1]:g}"))
     seconds = _fastest(finished, lambda row: median_of_all(row.seconds_to_target))
     if seconds:
         found.append((f"Least time to {percent}", seconds[0], f"{duration(seconds[1])} s"))
@@ -212,7 +212,7 @@ def _best(summary: TaskSummary, named: bool) -> str:
         text += f", before {_names(others[:1])} with {in_percent(others[0].final_accuracy)}"
         text += f", a difference {WITHIN}" if _close(winner, others[0]) else ""
     if not named and len(best) == 1 and winner.epochs_to_target.median is not None:
-        epochs = reached(winner.epochs_to_target, count)
+        epochs = reached(winner.epochs_to_target)
         text += f"; it reached {100 * summary.target:g}% at epoch {epochs}"
     return f"On {summary.task.title}, {text}." if named else f"{text}."
 

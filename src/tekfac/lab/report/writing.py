@@ -12,11 +12,11 @@ from tekfac.common.extras import require
 from tekfac.common.files import write_text
 from tekfac.lab.report import figures, tables
 from tekfac.lab.report.drawing import Drawing, save, settle
-from tekfac.lab.report.page import Part, origins, page
+from tekfac.lab.report.page import Asked, Part, origins, page
 from tekfac.lab.report.runs import Run, find_runs
 from tekfac.lab.report.summary import TaskSummary, summarise
 from tekfac.lab.report.sweep_figures import swept
-from tekfac.lab.report.table_formats import Table, slug, to_csv, to_latex, to_markdown, to_rich
+from tekfac.lab.report.table_formats import slug, to_csv, to_latex, to_markdown, to_rich
 from tekfac.lab.report.words import alternative, lead
 
 
@@ -26,58 +26,24 @@ def require_reports() -> None:
         require(package, "A report")
 
 
-def present(
-    folders: Sequence[Path],
-    out: Path,
-    *,
-    title: str,
-    command: str,
-    target: float | None = None,
-    extra_tables: Sequence[Table] = (),
-    paper: tables.Paper | None = None,
-    notes: Sequence[str] = (),
-) -> None:
+def present(folders: Sequence[Path], out: Path, asked: Asked) -> None:
     """Write the report of the runs in some folders (see write_report) and print its tables."""
     runs = find_runs(folders)
-    write_report(
-        runs,
-        out,
-        title=title,
-        target=target,
-        extra_tables=extra_tables,
-        paper=paper,
-        notes=notes,
-        command=command,
-    )
-    console, summaries = output(), summarise(runs, target)
-    overall = [tables.accuracies(summaries, paper)] if paper or len(summaries) > 1 else []
-    for table in [*map(tables.brief, summaries), *overall, *extra_tables]:
+    write_report(runs, out, asked)
+    console, summaries = output(), summarise(runs, asked.target)
+    overall = [tables.accuracies(summaries, asked.paper)] if asked.paper or len(summaries) > 1 else []
+    for table in [*map(tables.brief, summaries), *overall, *asked.extra_tables]:
         console.print(to_rich(table))
     console.print(f"The page is {out / 'report.html'}", markup=False, soft_wrap=True)
 
 
-def write_report(
-    runs: Sequence[Run],
-    out: Path,
-    *,
-    title: str,
-    target: float | None = None,
-    extra_tables: Sequence[Table] = (),
-    paper: tables.Paper | None = None,
-    notes: Sequence[str] = (),
-    command: str | None = None,
-) -> list[str]:
+def write_report(runs: Sequence[Run], out: Path, asked: Asked) -> list[str]:
     """Write report.html, report.md, tables.tex, summary.csv and figures/; other files in the folder stay.
 
     Args:
         runs: what is reported, see `find_runs`.
         out: folder, made if need be.
-        title: of the page.
-        target: test accuracy in percent that is to be reached; one is chosen for each task by default.
-        extra_tables: further tables, before those of the tasks.
-        paper: accuracies that the paper prints, by (data, model, optimizer).
-        notes: what a reader has to know first.
-        command: which made the report (default: the `tekfac report` that makes it).
+        asked: what is said of them.
 
     Returns:
         The names of the files, relative to the folder.
@@ -86,21 +52,21 @@ def write_report(
         ValueError: if no run has finished an epoch, or the target is no percentage.
         OSError: if a file cannot be written.
     """
-    summaries = summarise(runs, target)
+    asked = asked if asked.command else replace(asked, command=_command(runs, out, asked))
+    summaries = summarise(runs, asked.target)
     parts = [_task_part(summary, name) for summary, name in zip(summaries, _names(summaries), strict=True)]
-    if len(summaries) > 1 or paper:
-        parts.insert(0, Part("Accuracy", [tables.accuracies(summaries, paper)]))
-    if extra_tables:
-        parts.insert(0, Part("Beside the paper", extra_tables))
+    if len(summaries) > 1 or asked.paper:
+        parts.insert(0, Part("Accuracy", [tables.accuracies(summaries, asked.paper)]))
+    if asked.extra_tables:
+        parts.insert(0, Part("Beside the paper", asked.extra_tables))
     drawings = [drawing for part in parts for drawing in part.drawings]
     for drawing in drawings:
         settle(drawing.figure)
     made = [table for part in parts for table in part.tables]
-    again = command or _command(runs, out, title, target)
-    facts = {"command": f"`{again}`", **origins(runs)}
+    facts = {"command": f"`{asked.command}`", **origins(runs)}
     texts = {
-        "report.html": page(title, summaries, parts, runs=runs, command=again, notes=notes),
-        "report.md": _markdown(title, [lead(summaries), *notes], parts, facts),
+        "report.html": page(asked, summaries, parts, runs),
+        "report.md": _markdown(asked.title, [lead(summaries), *asked.notes], parts, facts),
         "tables.tex": "% needs \\usepackage{booktabs}\n\n" + "\n".join(map(to_latex, made)),
         "summary.csv": to_csv(tables.numbers(summaries)),
     }
@@ -180,9 +146,8 @@ def _names(summaries: Sequence[TaskSummary]) -> list[str]:
     return names
 
 
-def _command(runs: Sequence[Run], out: Path, title: str, target: float | None) -> str:
+def _command(runs: Sequence[Run], out: Path, asked: Asked) -> str:
     """The command line that makes the report again."""
-    asked = ["--out", str(out), "--title", title]
-    if target is not None:
-        asked += ["--target", f"{target:g}"]
-    return shlex.join(["tekfac", "report", *(str(run.path) for run in runs), *asked])
+    target = [] if asked.target is None else ["--target", f"{asked.target:g}"]
+    paths = [str(run.path) for run in runs]
+    return shlex.join(["tekfac", "report", *paths, "--out", str(out), "--title", asked.title, *target])
