@@ -322,3 +322,11 @@ def test_a_model_that_is_compiled_in_the_middle_of_training_is_measured_again() 
     before = optimizer.curvature["0"].to_dense()
     losses(called, optimizer, 6)
     assert not torch.equal(optimizer.curvature["0"].to_dense(), before)
+
+
+def test_a_stance_of_the_users_is_put_back_with_all_of_its_settings() -> None:
+    with torch.compiler.set_stance("default", skip_guard_eval_unsafe=True):
+        before = torch._dynamo.eval_frame._stance
+        model = network()
+        losses(model, TEKFAC(model, **settings_of(TEKFAC)), 2)
+        assert torch._dynamo.eval_frame._stance == before

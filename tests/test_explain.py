@@ -263,3 +263,9 @@ def test_groups_that_are_left_to_first_order_are_explained_as_the_optimizer_trea
     assert [layer.name for layer in explained.layers] == ["0"]
     assert [parameter.name for parameter in explained.first_order] == ["2.weight", "2.bias"]
     assert list(tekfac.TEKFAC(model, param_groups=groups)._model_layers.layers) == ["0"]
+
+
+def test_the_learning_rate_and_what_else_groups_have_may_be_given_as_to_the_optimizer() -> None:
+    model = nn.Linear(5, 4)
+    explained = tekfac.explain(model, file=None, lr=0.1, momentum=0.5, weight_decay=0.0)
+    assert str(explained) == str(tekfac.explain(model, file=None))

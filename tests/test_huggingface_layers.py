@@ -16,6 +16,7 @@ from tekfac import fisher
 from tekfac.layers.kinds.huggingface import KINDS
 from tekfac.layers.registry import has_own_forward, kind_of
 from tekfac.optim.natural_gradient import NaturalGradient
+from tekfac.optim.param_groups import parameters_of
 
 pytest.importorskip("transformers", reason="needs pip install 'tekfac[huggingface]'")
 
@@ -92,3 +93,10 @@ def test_norms_are_exact_unit_by_unit(name: str, method: type[NaturalGradient]) 
     chosen = method.__name__.lower()
     block = fisher.estimate(of.model, of.batches, method=chosen, fisher="empirical", layers=["layer"])
     assert_close(block.to_dense(), torch.diag(of.fisher.diagonal()), 1e-6)  # they compute in float32
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_all_norms_are_the_norms_among_them_too(name: str) -> None:
+    layer = layer_of(name)
+    left = parameters_of(Model(layer), ["all norms"], "first_order")
+    assert left == (list(layer.parameters()) if "Norm" in type(layer).__name__ else [])

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from dense import every_method
 from tekfac import KFAC, TEKFAC
 from tekfac.optim.natural_gradient import NaturalGradient
+from tekfac.optim.update import kl_coefficient
 from training import (
     Batch,
     assert_identical,
@@ -321,3 +322,10 @@ def test_a_resumed_run_under_autocast_is_bit_identical() -> None:
     resumed.load_state_dict(saved["optimizer"])
     train_under_autocast(second, resumed, batches[3:], torch.bfloat16)
     assert_identical(everything(second, resumed), everything(straight, optimizer))
+
+
+def test_the_clip_does_not_overflow_in_half_precision() -> None:
+    """g.Pg of 100 entries of 100 is 10^6, more than float16 can hold."""
+    g = torch.full((100,), 100.0, dtype=torch.float16)
+    assert float(kl_coefficient([(1.0, g, g)], kl_clip=1e6)) == 1.0
+    assert float(kl_coefficient([(1.0, g, g)], kl_clip=1e4)) == pytest.approx(0.1)

@@ -53,7 +53,7 @@ class Spectrum(NamedTuple):
 
 @runtime_checkable
 class DampingRule(Protocol):
-    """Gives the denominators of one layer."""
+    """Gives the denominators of one layer. A rule is a value: they are kept until the rule is another one."""
 
     def denominators(self, layer: Spectrum, network: Sequence[Spectrum]) -> Tensor:
         """D, [G, d_out, d_in], every entry positive."""

@@ -56,11 +56,11 @@ def settle() -> None:
     with _lock:
         if _holders or _change is None:
             return
-        back = change_stance(_change.before.stance)
+        back = change_stance("default")
+        back.undo()
         if back.before is _change.now:
+            _change.undo()
             _change = None
-        else:
-            back.undo()
 
 
 def _run_eagerly() -> None:

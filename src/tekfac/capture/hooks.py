@@ -52,15 +52,17 @@ from tekfac.layers.kinds.replay import random_state
 from tekfac.layers.layer import Layer
 from tekfac.likelihoods import OutputShapeError, as_likelihood
 
-NOT_CALLED, IN_EVAL_MODE, NO_GRADIENT, RECEIVED = range(4)
+NOT_CALLED, IN_EVAL_MODE, CALLED, NO_GRADIENT, RECEIVED = range(5)
 """How far the passes of a step have come, on their way to statistics."""
 
+NOT_THERE = "its module was not called in model(x), or nothing that it gave led to the predictions."
 WHY_NOTHING_CAME = {
     NOT_CALLED: "the model itself was not called (model(x), not its parts) with gradients enabled.",
     IN_EVAL_MODE: "the model was called in eval mode, not in training mode. Call model.train() first.",
+    CALLED: NOT_THERE,
     NO_GRADIENT: "the tensor that predictions are read from got no gradient from the loss. It must be one that "
     "the model returned and the loss was taken of: choose it by outputs=... .",
-    RECEIVED: "its module was not called in model(x), or nothing that it gave led to the predictions.",
+    RECEIVED: NOT_THERE,
 }
 
 
@@ -223,7 +225,10 @@ class ModelHooks:
         self._eager.end_forward()
         window, self._window = self._window, None
         forward_raised = output is None and sys.exc_info()[0] is not None
-        if window is None or forward_raised or (self._only_training and not window.calls):
+        if window is None or forward_raised:
+            return
+        self.progress = max(self.progress, CALLED)
+        if self._only_training and not window.calls:
             return
         outputs = self._select(output)
         if not isinstance(outputs, Tensor):

@@ -47,7 +47,8 @@ class Sampling:
 
     def load(self, saved: Mapping[str, Any]) -> None:
         """Go on drawing where the saved generator stopped."""
-        self._seed, self._generator, self._before = saved["seed"], None, None
+        generator = None
         if saved["state"] is not None:
-            self._generator = torch.Generator(device=saved["device"])
-            self._generator.set_state(saved["state"].cpu())
+            generator = torch.Generator(device=saved["device"])
+            generator.set_state(saved["state"].cpu())
+        self._seed, self._generator, self._before = saved["seed"], generator, None

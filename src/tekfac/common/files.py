@@ -39,7 +39,6 @@ def write_whole(path: Path, write: Callable[[Path], object]) -> None:
         write(unfinished)
         settle_on_disk(unfinished)
         unfinished.replace(path)
-        settle_on_disk(path.parent)
     except BaseException as error:
         with suppress(OSError):
             unfinished.unlink(missing_ok=True)
@@ -50,6 +49,8 @@ def write_whole(path: Path, write: Callable[[Path], object]) -> None:
             f"Cannot write {str(path)!r}: {error.strerror or error}; {kept}. Free some room, or choose another "
             "folder."
         ) from error
+    with suppress(OSError):  # some network disks cannot; the file itself is in place
+        settle_on_disk(path.parent)
 
 
 def settle_on_disk(path: Path) -> None:

@@ -60,7 +60,10 @@ class Due:
 
 @dataclass(frozen=True)
 class LayerCurvature:
-    """An approximate Fisher block, Q diag(S) Q^T with Q = Q_in (x) Q_out; a value that is never changed.
+    """An approximate Fisher block, Q diag(S) Q^T; a value that is never changed.
+
+    Q = Q_in (x) Q_out on column-major vectors, as the paper writes it; Q_out (x) Q_in on row-major ones, as
+    blocks have them.
 
     Attributes:
         moments: running average of the moments.

@@ -24,13 +24,11 @@ class PassContext:
     """What is known of a forward and backward pass beside the layers' own rows.
 
     Attributes:
-        num_samples: N, in the model's outputs.
         num_terms: the number of loss terms M that the Fisher is divided by.
         ignored: [N, P], which of each sample's terms take no part in the loss; None where all do.
         padding: [N, T], which positions are padding, where the model was told; None where none is.
     """
 
-    num_samples: int
     num_terms: int
     ignored: Tensor | None = None
     padding: Tensor | None = None
@@ -40,7 +38,7 @@ class PassContext:
         """From which terms count, [N, P], and which positions are real, [N, T], if that is known."""
         ignored = None if bool(counted.all()) else ~counted
         padding = None if real is None or bool(real.all()) else ~real
-        return cls(len(counted), num_terms, ignored, padding)
+        return cls(num_terms, ignored, padding)
 
     def idle(self, samples: int, positions: int, part: slice) -> Tensor | None:
         """Positions that do not count if no gradient reaches them, [n, T or 1]; None if there are none."""

@@ -19,7 +19,7 @@ from tekfac.layers.shapes import LayerShape
 from tekfac.layers.side_forms import SideRule
 
 ON_REQUEST = "left to first order on request"
-FROZEN_WEIGHT = "the weight is frozen, the bias is not"
+FROZEN_WEIGHT = "its weight is frozen"
 
 
 @dataclass
@@ -83,9 +83,8 @@ def take_inventory(
     for weight, own in claims.items():
         first = own[0]
         reason = _reason(first, own, holders[weight], requested)
-        if reason is not None:
+        if reason is not None and reason != FROZEN_WEIGHT:
             inventory.reasons[first.full_name(first.part.weight)] = reason
-        if reason not in (None, FROZEN_WEIGHT):
             continue
         with_bias = next((claim for claim in own if claim.bias is not None), first)
         bias = with_bias.bias
@@ -95,7 +94,11 @@ def take_inventory(
                 inventory.reasons[with_bias.full_name(with_bias.part.bias)] = bias_reason
                 bias = None
         layer = _layer(own, with_bias, weight, bias, rule or SideRule(), dtype)
-        (inventory.layers if reason is None else inventory.dormant)[layer.name] = layer
+        if reason is None:
+            inventory.layers[layer.name] = layer
+        else:
+            inventory.dormant[layer.name] = layer
+            inventory.reasons |= dict.fromkeys(layer.shape.parameter_names[1:], reason)
     return inventory
 
 

@@ -10,7 +10,7 @@ from tekfac.layers.kinds.base import LayerKind
 from tekfac.layers.kinds.convolution import ConvolutionKind, TransposedConvolutionKind
 from tekfac.layers.kinds.embedding import TableKind
 from tekfac.layers.kinds.linear import LinearKind
-from tekfac.layers.kinds.norm import BATCH_NORM, GROUP_NORM, INSTANCE_NORM, LAYER_NORM, RMS_NORM
+from tekfac.layers.kinds.norm import BATCH_NORM, GROUP_NORM, INSTANCE_NORM, LAYER_NORM, RMS_NORM, UnitKind
 from tekfac.layers.kinds.recurrent import RecurrentKind
 
 _CONVOLUTION = ConvolutionKind()
@@ -40,18 +40,6 @@ _KINDS: dict[type[nn.Module] | str, LayerKind] = {
     nn.InstanceNorm2d: INSTANCE_NORM,
     nn.InstanceNorm3d: INSTANCE_NORM,
 }
-
-NORMS = (
-    nn.LayerNorm,
-    nn.RMSNorm,
-    nn.GroupNorm,
-    nn.BatchNorm1d,
-    nn.BatchNorm2d,
-    nn.BatchNorm3d,
-    nn.InstanceNorm1d,
-    nn.InstanceNorm2d,
-    nn.InstanceNorm3d,
-)
 
 
 def register_layer(module_type: type[nn.Module] | str, kind: LayerKind) -> None:
@@ -95,6 +83,12 @@ def kind_of(module: nn.Module) -> LayerKind | None:
     """The kind of a module; None if its type, and those it is derived from, have none."""
     found = _registered(module)
     return None if found is None else found[1]
+
+
+def is_norm(module: nn.Module) -> bool:
+    """Whether a module normalises its input and scales the units."""
+    kind = kind_of(module)
+    return isinstance(kind, UnitKind) and kind.normalise is not None
 
 
 def has_own_forward(module: nn.Module) -> bool:

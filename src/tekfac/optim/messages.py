@@ -81,7 +81,7 @@ def unknown_keys(optimizer: str, group: Iterable[str], known: Iterable[str]) -> 
 
 
 def late_parameters(optimizer: str, count: int) -> None:
-    """Parameters that came to the optimizer after it was made."""
+    """Parameters in a group that are not the model's."""
     if count:
         logger.warning(
             "%d parameter(s) that %s was given are not the model's. They are trained by momentum SGD on their "

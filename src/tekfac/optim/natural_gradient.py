@@ -95,7 +95,7 @@ class NaturalGradient(Optimizer):
             weight_decay: decoupled: w <- (1 - lr * weight_decay) * w.
             kl_clip: bound on lr^2 g.Pg, to which the preconditioned gradient is shortened; None: no bound.
             damping: a number: S + damping * I; a rule of tekfac.damping; None: the paper's rule for this
-                method; "auto": 0.01, added to S (EKFAC, TEKFAC) or to each factor (KFAC, TKFAC).
+                method; "auto": 0.01, added to S (EKFAC, TEKFAC), or its root to each factor (KFAC, TKFAC).
             trace_floor: vartheta: the least trace that the paper's damping is computed from; None: 0.01. A
                 number asks for that damping. KFAC and EKFAC have none.
             beta: how the paper's damping treats linear layers beside convolutions: "add", "scale", "scale_all"
@@ -492,13 +492,13 @@ class NaturalGradient(Optimizer):
         saved.require_method(self.method.name, self._recipe_in_words())
         saved.require_architecture()
         blocks: dict[str, LayerCurvature] = saved.blocks()
+        self._capture.sampling.load(saved.whole["sampling"])  # which fails if its device is not here
         super().load_state_dict(saved.for_torch())
         self._network.blocks = blocks
         self.num_steps = saved.whole["num_steps"]
         self.skipped_steps = saved.whole["skipped_steps"]
         self._attempts = dict(saved.whole["attempts"])
         self._capture.clear()
-        self._capture.sampling.load(saved.whole["sampling"])
         self._arm()
 
     def _recipe_in_words(self) -> dict[str, str]:

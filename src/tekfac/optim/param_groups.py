@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from tekfac.layers.layer import Layer
 from tekfac.layers.names import named_modules, named_parameters
-from tekfac.layers.registry import NORMS
+from tekfac.layers.registry import is_norm
 
 ALL_NORMS = "all norms"
 """Stands for all normalisation layers."""
@@ -38,7 +38,7 @@ def parameters_of(model: nn.Module, selected: Selected | Iterable[Selected], wha
 def selected_parameters(
     model: nn.Module, selected: Selected | Iterable[Selected], what: str
 ) -> list[nn.Parameter]:
-    """The same; parameters and modules need not be the model's."""
+    """The parameters that these stand for; parameters and modules need not be the model's."""
     items = [selected] if isinstance(selected, str | nn.Module | nn.Parameter | type) else selected
     found: dict[nn.Parameter, None] = {}
     for item in items:
@@ -55,7 +55,7 @@ def _members(model: nn.Module, item: Selected, what: str) -> list[nn.Parameter]:
         if item in parameters:
             return [parameters[item]]
         if item == ALL_NORMS and item not in modules:
-            return [p for module in model.modules() if isinstance(module, NORMS) for p in module.parameters()]
+            return [p for module in model.modules() if is_norm(module) for p in module.parameters()]
         if item not in modules:
             raise ValueError(
                 f"{what} names {item!r}, which is neither a module nor a parameter of the model. "

@@ -43,7 +43,7 @@ OF_OWN_DAMPING = {"trace_floor", "beta"}
 
 @dataclass(frozen=True, kw_only=True)
 class Settings(Measurement):
-    """Settings of a whole optimizer; those of its param groups are lr, momentum, weight_decay, damping."""
+    """Settings of a whole optimizer; a param group has lr, momentum, weight_decay, damping, first_order."""
 
     damping: float | DampingRule | None = None
     trace_floor: float = DEFAULT_TRACE_FLOOR
@@ -103,7 +103,8 @@ def resolve(method: Method, keywords: Mapping[str, Any]) -> Settings:
     given = {
         name: value
         for name, value in keywords.items()
-        if not (name in OF_SOME_METHODS and value is None)
+        if name in NAMES
+        and not (name in OF_SOME_METHODS and value is None)
         and not (name in ("damping", "sharing") and isinstance(value, str) and value == AUTO)
     }
     defaults = default_settings(method)

@@ -1,8 +1,7 @@
 """Optimizer state in torch's own format, and back.
 
     {"state": {0: {"step": 7, "momentum_buffer": ..., "curvature": {...}}, 1: {...}},
-     "param_groups": [{"lr": ..., "params": [0, 1], "param_names": ["0.weight", "0.bias"], "tekfac": {...}},
-     ...]}
+     "param_groups": [{"lr": ..., "params": [0, 1], "param_names": ["0.weight", "0.bias"], "tekfac": {...}}]}
 
 So frameworks and `torch.distributed.checkpoint` treat it like any other: state per parameter, by index, with
 the names beside. The curvature of a layer is found under its weight. What belongs to the optimizer as a whole
@@ -10,8 +9,7 @@ the names beside. The curvature of a layer is found under its weight. What belon
 entries beside "state" and "param_groups" would not survive those tools.
 
 All of it is plain: dicts, lists, numbers, strings and tensors, which torch.load(weights_only=True) reads.
-Nothing is
-cast: a factor comes back in the precision it was saved in.
+Nothing is cast: a factor comes back in the precision it was saved in.
 """
 
 from __future__ import annotations

@@ -17,8 +17,13 @@ def kl_coefficient(terms: Iterable[tuple[float, Tensor, Tensor]], kl_clip: float
     Kullback-Leibler divergence to second order, that a single step along Pg makes. After scaling it is at
     most c.
     """
-    total = torch.stack([lr**2 * torch.sum(g * direction) for lr, g, direction in terms]).sum()
+    total = torch.stack([lr**2 * torch.sum(_wide(g) * _wide(direction)) for lr, g, direction in terms]).sum()
     return (kl_clip / total.clamp_min(torch.finfo(total.dtype).tiny)).sqrt().clamp_max(1)
+
+
+def _wide(tensor: Tensor) -> Tensor:
+    """In a precision whose range sums of squares do not leave: float16 ends at 65504."""
+    return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
 
 
 def apply_update(
