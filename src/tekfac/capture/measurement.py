@@ -20,8 +20,6 @@ FISHER_KINDS: tuple[FisherKind, ...] = ("sampled", "empirical", "exact")
 LossReduction = Literal["mean", "batchmean", "sum"]
 LOSS_REDUCTIONS: tuple[LossReduction, ...] = ("mean", "batchmean", "sum")
 
-DEFAULT_MEMORY_BUDGET = 256 * 2**20
-
 
 @dataclass(frozen=True, kw_only=True)
 class Measurement:
@@ -53,7 +51,7 @@ class Measurement:
     max_dim: int = DEFAULT_MAX_DIM
     large_dims: LargeDims = "auto"
     curvature_dtype: torch.dtype | None = None
-    memory_budget: int = DEFAULT_MEMORY_BUDGET
+    memory_budget: int = 256 * 2**20
     seed: int | None = None
 
     def __post_init__(self) -> None:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from tekfac.capture.capture import Capture
-from tekfac.capture.measurement import DEFAULT_MEMORY_BUDGET, FisherKind, LossReduction
+from tekfac.capture.measurement import FisherKind, LossReduction
 from tekfac.capture.outputs import OutputSelector
 from tekfac.capture.padding import PaddingMask
 from tekfac.common.checks import require_keywords
@@ -22,7 +22,7 @@ from tekfac.curvature.layer_curvature import Due, LayerCurvature, NonFiniteStati
 from tekfac.curvature.network import LayerSignals, NetworkCurvature
 from tekfac.damping import BetaReading, DampingRule, as_rule
 from tekfac.layers.layer import Layer
-from tekfac.layers.side_forms import DEFAULT_MAX_DIM, LargeDims
+from tekfac.layers.side_forms import LargeDims
 from tekfac.likelihoods import Likelihood, SampledLoss
 from tekfac.methods import Method, paper_settings
 from tekfac.optim import messages
@@ -74,10 +74,10 @@ class NaturalGradient(Optimizer):
         batch_dim: int = 0,
         outputs: OutputSelector | None = None,
         padding_mask: PaddingMask | None = None,
-        max_dim: int = DEFAULT_MAX_DIM,
+        max_dim: int = 5000,
         large_dims: LargeDims = "auto",
         curvature_dtype: torch.dtype | None = None,
-        memory_budget: int = DEFAULT_MEMORY_BUDGET,
+        memory_budget: int = 256 * 2**20,
         seed: int | None = None,
         grad_scaler: torch.amp.GradScaler | None = None,
         # which parameters
