@@ -1,12 +1,18 @@
 # Every target makes the environment it needs. `make help` lists them.
 PYTHON ?= python3
 VENV := .venv
+OLDEST := .venv-oldest
 REFEREES := .venv-referees
 BIN := $(VENV)/bin
 SUDO := $(shell [ "$$(id -u)" = 0 ] || echo sudo)
 
+# One thread per process, as there is a worker per core; what was compiled is kept, as many tests start processes.
+# Stealing work gives either worker whole files, whose fixtures and cases are then made once.
+TESTED := OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE=
+PYTEST := python -m pytest -n 2 --dist worksteal -rs --durations=10
+
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-browser lint format docs referees clean
+.PHONY: help demo test test-slow test-oldest test-browser lint format docs referees clean
 
 help:  ## This list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -15,8 +21,14 @@ demo: $(VENV)/ready  ## Train on digits with six optimizers, three seeds; the re
 	rm -rf build/demo
 	$(BIN)/tekfac compare --out build/demo
 
-test: $(VENV)/ready  ## The tests
-	$(BIN)/python -m pytest -n 2 -rs tests
+test: $(VENV)/ready  ## The tests that are run before every commit
+	$(TESTED) $(BIN)/$(PYTEST) -m "not slow" tests
+
+test-slow: $(VENV)/ready  ## The tests that take long, and the other cases of those that are run every time
+	$(TESTED) $(BIN)/$(PYTEST) -m slow tests
+
+test-oldest: $(OLDEST)/ready  ## The tests with the oldest torch that pyproject.toml admits, in an environment of its own
+	$(TESTED) $(OLDEST)/bin/$(PYTEST) -m "not slow" tests
 
 test-browser: $(VENV)/ready  ## The test that opens a report in headless Chromium (Debian's, installed if need be)
 	command -v chromium > /dev/null || { $(SUDO) apt-get update && \
@@ -39,7 +51,7 @@ referees: $(REFEREES)/ready  ## Compare our blocks with curvlinops and kfac-jax,
 	OMP_NUM_THREADS=1 $(REFEREES)/bin/python -m pytest -q -c referees/pytest.ini referees
 
 clean:  ## Remove the environments and caches
-	rm -rf $(VENV) $(REFEREES) build .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(OLDEST) $(REFEREES) build .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -prune -exec rm -rf {} +
 
 # torch is pinned by constraints.txt: a newer one would bring several GB of CUDA packages.
@@ -51,6 +63,13 @@ $(VENV)/ready: pyproject.toml constraints.txt
 
 $(VENV)/docs-ready: $(VENV)/ready
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[docs]'
+	@touch $@
+
+# No constraints.txt here: pip brings that torch with its CUDA packages, 6 GB.
+$(OLDEST)/ready: pyproject.toml
+	$(PYTHON) -m venv --clear $(OLDEST)
+	floor=$$(sed -nE 's/^dependencies = .*"torch>=([0-9.]+)".*/\1/p' pyproject.toml) && \
+		$(OLDEST)/bin/python -m pip install --quiet "torch==$$floor" -e '.[lab,test]'
 	@touch $@
 
 # Every version is pinned and --no-deps is meant: two of the packages ask for a torchvision that they do

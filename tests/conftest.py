@@ -8,6 +8,10 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from thinning import pytest_collection_modifyitems
+
+__all__ = ["pytest_collection_modifyitems", "reproducible"]
+
 
 @pytest.fixture(autouse=True)
 def reproducible(request: pytest.FixtureRequest) -> Iterator[None]:

@@ -118,6 +118,7 @@ def test_losses_are_those_of_the_eager_model(method: type[NaturalGradient], orde
     assert optimizer.num_steps == STEPS
 
 
+@pytest.mark.slow
 def test_losses_by_the_default_compiler_are_those_of_the_eager_model() -> None:
     called, optimizer = made(TEKFAC, network(), "optimizer, then compiled", backend="inductor")
     assert losses(called, optimizer) == pytest.approx(eager_losses(TEKFAC), rel=1e-10)

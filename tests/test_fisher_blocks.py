@@ -41,6 +41,12 @@ CASES = [(kind, True) for kind in KINDS] + [(kind, False) for kind in ("linear",
 every_case = pytest.mark.parametrize(
     ("kind", "bias"), CASES, ids=[kind if bias else f"{kind}, no bias" for kind, bias in CASES]
 )
+TYPICAL = [("linear", True), ("linear", False), ("conv2d", True), ("grouped", True), ("grouped", False)]
+every_shape = pytest.mark.parametrize(
+    ("kind", "bias"),
+    [case if case in TYPICAL else pytest.param(*case, marks=pytest.mark.slow) for case in CASES],
+    ids=[kind if bias else f"{kind}, no bias" for kind, bias in CASES],
+)
 DAMPINGS = (1.0, 1e-2)  # of the mean eigenvalue
 
 
@@ -168,7 +174,7 @@ def test_the_dense_matrix_of_an_exact_block_is_the_mean_outer_product_of_autogra
     assert_close(dense_of(which, kind, bias), expected)
 
 
-@every_case
+@every_shape
 @every_block
 def test_the_dense_matrix_is_symmetric_and_nothing_connects_two_groups(
     kind: str, bias: bool, which: str
@@ -211,7 +217,7 @@ def test_the_factors_of_a_kronecker_block_are_those_it_was_decomposed_from(
 # -- numbers -------------------------------------------------------------------------------------------
 
 
-@every_case
+@every_shape
 @every_block
 def test_numbers_are_those_of_the_dense_matrix(kind: str, bias: bool, which: str) -> None:
     block, dense = block_of(which, kind, bias), dense_of(which, kind, bias)
@@ -225,7 +231,7 @@ def test_numbers_are_those_of_the_dense_matrix(kind: str, bias: bool, which: str
     assert_close(values, torch.linalg.eigvalsh(dense))
 
 
-@every_case
+@every_shape
 @every_block
 def test_logdet_is_that_of_the_damped_dense_matrix(kind: str, bias: bool, which: str) -> None:
     block, dense = block_of(which, kind, bias), dense_of(which, kind, bias)
@@ -233,7 +239,7 @@ def test_logdet_is_that_of_the_damped_dense_matrix(kind: str, bias: bool, which:
         assert_close(block.logdet(damping), torch.logdet(dense + damping * identity(block.size)))
 
 
-@every_case
+@every_shape
 @every_regular_block
 def test_logdet_of_a_regular_block_needs_no_damping(kind: str, bias: bool, which: str) -> None:
     assert_close(block_of(which, kind, bias).logdet(), torch.logdet(dense_of(which, kind, bias)))
@@ -242,7 +248,7 @@ def test_logdet_of_a_regular_block_needs_no_damping(kind: str, bias: bool, which
 # -- products ------------------------------------------------------------------------------------------
 
 
-@every_case
+@every_shape
 @every_block
 def test_matvec_is_the_product_with_the_dense_matrix(kind: str, bias: bool, which: str) -> None:
     block, dense = block_of(which, kind, bias), dense_of(which, kind, bias)
@@ -252,7 +258,7 @@ def test_matvec_is_the_product_with_the_dense_matrix(kind: str, bias: bool, whic
     assert_close(product.reshape(-1), dense @ matrix.reshape(-1))
 
 
-@every_case
+@every_shape
 @every_block
 def test_solve_is_the_solution_with_the_damped_dense_matrix(kind: str, bias: bool, which: str) -> None:
     block, dense = block_of(which, kind, bias), dense_of(which, kind, bias)
@@ -261,7 +267,7 @@ def test_solve_is_the_solution_with_the_damped_dense_matrix(kind: str, bias: boo
         assert_close(block.solve(matrix, damping), oracle.damped_solve(dense, damping, matrix))
 
 
-@every_case
+@every_shape
 @every_regular_block
 def test_solve_of_a_regular_block_needs_no_damping(kind: str, bias: bool, which: str) -> None:
     block, dense = block_of(which, kind, bias), dense_of(which, kind, bias)
@@ -280,7 +286,7 @@ def test_a_damping_far_below_the_smallest_eigenvalue_costs_no_digits(kind: str, 
     assert_close(block.solve(matrix, damping), oracle.damped_solve(dense, damping, matrix))
 
 
-@every_case
+@every_shape
 @every_block
 def test_the_square_root_is_the_positive_matrix_whose_square_is_the_block(
     kind: str, bias: bool, which: str
@@ -299,7 +305,7 @@ def test_the_square_root_is_the_positive_matrix_whose_square_is_the_block(
         assert_close(twice.reshape(-1), damped @ matrix.reshape(-1))
 
 
-@every_case
+@every_shape
 @every_block
 def test_the_inverse_square_root_is_the_positive_matrix_whose_square_is_the_inverse(
     kind: str, bias: bool, which: str
@@ -315,7 +321,7 @@ def test_the_inverse_square_root_is_the_positive_matrix_whose_square_is_the_inve
         assert_close(there_and_back, normal(*block.matrix_shape))
 
 
-@every_case
+@every_shape
 @every_regular_block
 def test_the_inverse_square_root_of_a_regular_block_needs_no_damping(kind: str, bias: bool, which: str) -> None:
     block, dense = block_of(which, kind, bias), dense_of(which, kind, bias)
@@ -341,6 +347,7 @@ def test_roots_turn_white_noise_into_noise_of_the_blocks_covariance(which: str) 
 # -- axes ----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.every_pair
 @every_kind
 @pytest.mark.parametrize("which", ["TKFAC", "dense, regular", "gram, fewer rows", "gram, more rows"])
 @pytest.mark.parametrize("operation", ["matvec", "solve", "sqrt_matvec", "inv_sqrt_matvec"])
@@ -355,7 +362,7 @@ def test_leading_axes_are_so_many_matrices_one_by_one(kind: str, which: str, ope
             assert_close(results[index], getattr(block, operation)(matrices[index], **keywords))
 
 
-@every_case
+@every_shape
 @every_block
 def test_parameters_become_the_matrix_that_the_block_acts_on(kind: str, bias: bool, which: str) -> None:
     """Rows are outputs, of all groups one below the other; columns are inputs, the bias is the last."""

@@ -197,6 +197,7 @@ def test_probes_leave_everything_exact_but_the_norm(kind: str, bias: bool) -> No
             assert interval.low <= number <= interval.high
 
 
+@pytest.mark.slow
 def test_the_interval_of_probes_covers_the_true_error_as_often_as_it_says() -> None:
     case, seeds = case_of("linear", True), 200
     loader = [(case.inputs, case.labels)]

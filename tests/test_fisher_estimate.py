@@ -85,6 +85,7 @@ def test_an_estimate_over_unequal_batches_is_the_definition_over_all_data(
         assert_close(block.to_dense(), expected)
 
 
+@pytest.mark.every_pair
 @every_kind
 @every_bias
 @pytest.mark.parametrize("kind_of_fisher", ["exact", "empirical"])
@@ -191,6 +192,7 @@ def samples_with(likelihood: str, kind: str, kind_of_fisher: str, reduction: str
     return oracle.Samples(scale * gradients, a, scale * u)
 
 
+@pytest.mark.every_pair
 @pytest.mark.parametrize("likelihood", LIKELIHOODS)
 @pytest.mark.parametrize("kind_of_fisher", ["exact", "empirical"])
 @pytest.mark.parametrize("reduction", ["mean", "batchmean", "sum"])
@@ -281,6 +283,7 @@ def test_the_mean_over_many_seeds_tends_to_the_exact_blocks(likelihood: str) -> 
 # -- against the optimizers ----------------------------------------------------------------------------
 
 
+@pytest.mark.every_pair
 @every_sharing
 @pytest.mark.parametrize("kind", ["linear", "sequence", "conv2d", "grouped"])
 @pytest.mark.parametrize("kind_of_fisher", ["exact", "empirical", "sampled"])
@@ -480,6 +483,7 @@ def test_dropout_is_off() -> None:
 # -- what counts ---------------------------------------------------------------------------------------
 
 
+@pytest.mark.every_pair
 @every_sharing
 @pytest.mark.parametrize("kind_of_fisher", ["exact", "empirical"])
 @pytest.mark.parametrize("kind", ["linear", "sequence", "conv2d"])
@@ -704,6 +708,7 @@ def test_labels_that_the_models_own_loss_ignores_do_not_count(returns: str) -> N
         assert_close(found[f"net.{layer}"].to_dense(), block.to_dense())
 
 
+@pytest.mark.every_pair
 @every_method
 @pytest.mark.parametrize("kind_of_fisher", ["exact", "empirical", "sampled"])
 @pytest.mark.parametrize("reduction", ["mean", "sum"])

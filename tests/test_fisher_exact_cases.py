@@ -98,6 +98,7 @@ SINGLE_POSITION: dict[str, Callable[[bool], tuple[oracle.Layer, tuple[int, ...]]
 }
 
 
+@pytest.mark.every_pair
 @every_sharing
 @every_bias
 @pytest.mark.parametrize("kind", SINGLE_POSITION)
@@ -208,6 +209,7 @@ def test_constant_norms_make_kfac_and_tkfac_equal_but_not_exact() -> None:
 # -- one side of the block has a single coordinate -----------------------------------------------------
 
 
+@pytest.mark.every_pair
 @pytest.mark.parametrize("method", [TKFAC, TEKFAC])
 @every_bias
 @pytest.mark.parametrize("kind", ["linear", "sequence", "conv2d", "depthwise"])
@@ -259,6 +261,7 @@ LINEAR_NETWORKS: dict[str, Callable[[bool], tuple[nn.Module, tuple[int, ...]]]] 
 SQUARE_LOSS: dict[str, Any] = {"likelihood": "gaussian", "loss_reduction": "batchmean"}
 
 
+@pytest.mark.every_pair
 @pytest.mark.parametrize("network", LINEAR_NETWORKS)
 @every_bias
 @pytest.mark.parametrize(("method", "sharing"), OF_POSITIONS)
@@ -285,6 +288,7 @@ def test_deep_linear_networks_whose_loss_is_a_mean_over_the_outputs(
     assert_exact(method, model.double(), loader, sharing, likelihood="gaussian")
 
 
+@pytest.mark.every_pair
 @every_bias
 @pytest.mark.parametrize("how", ["mean", "sum"])
 @pytest.mark.parametrize("place", [2, 3], ids=["pool in the middle", "pool at the end"])

@@ -104,6 +104,7 @@ def test_exact_knows_neither_the_labels_nor_the_seed() -> None:
 # -- sampling ------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_the_average_of_many_draws_converges_to_the_exact_fisher() -> None:
     exact = measure(TKFAC, fisher="exact")
     errors = []

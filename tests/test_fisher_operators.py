@@ -165,6 +165,7 @@ def test_the_parameters_of_an_optimizers_curvature_are_in_the_order_of_the_model
     assert list(optimizer.curvature.parameters) == [name for name, _ in model.named_parameters()]
 
 
+@pytest.mark.every_pair
 @every_kind
 @every_damping
 @pytest.mark.parametrize("operation", OPERATIONS)

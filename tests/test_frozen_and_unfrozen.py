@@ -115,6 +115,7 @@ def test_steps_that_do_not_measure_come_between(frozen: tuple[str, ...]) -> None
     assert_preconditioned(model, optimizer, moved)
 
 
+@pytest.mark.every_pair
 @pytest.mark.parametrize("set_to_none", [True, False])
 @every_part
 @every_method

@@ -124,6 +124,7 @@ FOREIGN: dict[str, Callable[[nn.Module, Tensor, Tensor], None]] = {
 }
 
 
+@pytest.mark.every_pair
 @pytest.mark.parametrize("fisher", ["sampled", "empirical", "exact"])
 @pytest.mark.parametrize("foreign", FOREIGN)
 @pytest.mark.parametrize("when", ["before the backward pass", "after the backward pass"])

@@ -78,6 +78,7 @@ def assert_alike(a: nn.Module, of_a: NaturalGradient, b: nn.Module, of_b: Natura
         assert_close(own.detach(), other.detach(), RTOL)
 
 
+@pytest.mark.every_pair
 @every_fisher
 @pytest.mark.parametrize("clip", [None, 0.05], ids=["no clipping", "unscaled and clipped"])
 @every_method
@@ -184,6 +185,7 @@ RESETS: dict[str, Callable[[nn.Module, NaturalGradient], None]] = {
 }
 
 
+@pytest.mark.every_pair
 @pytest.mark.parametrize("reset", RESETS)
 @pytest.mark.parametrize("poison", POISONS)
 @pytest.mark.parametrize("when", [2, 3], ids=["on a measured step", "on another step"])

@@ -141,6 +141,7 @@ every_split = pytest.mark.parametrize("split", SPLITS.values(), ids=list(SPLITS)
 every_fisher = pytest.mark.parametrize("fisher", FISHERS)
 
 
+@pytest.mark.every_pair
 @every_split
 @every_fisher
 @pytest.mark.parametrize("case", CASES)
@@ -157,6 +158,7 @@ def test_micro_batches_give_the_curvature_and_the_step_of_the_whole_batch(
     assert all(not torch.equal(p, before) for p, before in zip(whole.parameters(), start, strict=True))
 
 
+@pytest.mark.every_pair
 @every_fisher
 @pytest.mark.parametrize("case", CASES)
 @every_method
@@ -199,6 +201,7 @@ def test_a_reduction_is_measured_on_its_own_scale(fisher: Any) -> None:
     assert_close(dense[2], dense[0])
 
 
+@pytest.mark.every_pair
 @every_fisher
 @every_split
 @every_method

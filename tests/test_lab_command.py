@@ -76,6 +76,12 @@ def in_process(monkeypatch: pytest.MonkeyPatch) -> list[RunConfig]:
     return run
 
 
+@pytest.fixture
+def no_figures(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Reports have their numbers only: to draw takes longer than to train."""
+    monkeypatch.setattr("tekfac.lab.report.writing._drawings", lambda summary: [])
+
+
 def config_in(folder: str) -> RunConfig:
     return RunConfig.from_plain(json.loads((Path(folder) / "run.json").read_text())["config"])
 
@@ -146,6 +152,7 @@ def test_the_default_is_digits_six_optimizers_and_three_seeds() -> None:
     assert run_arguments.seeds(options) == [0, 1, 2]
 
 
+@pytest.mark.usefixtures("no_figures")
 def test_a_sweep_is_followed_by_a_comparison_of_its_best(
     in_process: list[RunConfig], capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -192,9 +199,8 @@ def tiny_tasks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(recipes, "held_back", lambda data: 40)
 
 
-def test_the_table_of_accuracies_has_the_papers_numbers_beside(
-    in_process: list[RunConfig], tiny_tasks: None
-) -> None:
+@pytest.mark.usefixtures("no_figures", "tiny_tasks")
+def test_the_table_of_accuracies_has_the_papers_numbers_beside(in_process: list[RunConfig]) -> None:
     asked = ["--data", "cifar10,svhn", "--models", "vgg16", "--optimizers", "sgdm,tekfac", "--seeds", "1"]
     assert main(["reproduce", "table-accuracy", *asked, "--out", "p"]) == 0
     tuning = [c for c in in_process if c.held_back]
@@ -208,7 +214,8 @@ def test_the_table_of_accuracies_has_the_papers_numbers_beside(
     assert (Path("p/small/table-accuracy") / "report.html").exists()
 
 
-def test_untuned_runs_have_the_settings_of_the_paper(in_process: list[RunConfig], tiny_tasks: None) -> None:
+@pytest.mark.usefixtures("no_figures", "tiny_tasks")
+def test_untuned_runs_have_the_settings_of_the_paper(in_process: list[RunConfig]) -> None:
     asked = ["--data", "cifar100", "--models", "vgg16", "--optimizers", "tekfac", "--seeds", "1", "--no-tune"]
     assert main(["reproduce", "figure-curves", *asked, "--out", "p"]) == 0
     [config] = in_process
@@ -218,8 +225,9 @@ def test_untuned_runs_have_the_settings_of_the_paper(in_process: list[RunConfig]
 @pytest.mark.parametrize(
     ("name", "runs", "printed"), [("table-vartheta", 7, "74.74 ± 0.11"), ("table-lr", 4, "72.47 ± 0.23")]
 )
+@pytest.mark.usefixtures("no_figures", "tiny_tasks")
 def test_the_tables_of_sensitivity_have_a_row_of_ours_and_one_of_the_paper(
-    name: str, runs: int, printed: str, in_process: list[RunConfig], tiny_tasks: None
+    name: str, runs: int, printed: str, in_process: list[RunConfig]
 ) -> None:
     assert main(["reproduce", name, "--seeds", "2", "--out", "p"]) == 0
     assert len(in_process) == 2 * runs
@@ -228,6 +236,7 @@ def test_the_tables_of_sensitivity_have_a_row_of_ours_and_one_of_the_paper(
     assert printed in told
 
 
+@pytest.mark.slow
 def test_the_figure_of_sensitivity_is_over_both_settings(in_process: list[RunConfig], tiny_tasks: None) -> None:
     assert main(["reproduce", "figure-sensitivity", "--out", "p"]) == 0
     assert len({(c.lr, c.options["trace_floor"]) for c in in_process}) == 28

@@ -16,6 +16,8 @@ import torch
 
 from tekfac.lab.run_folder import RunFolder
 
+pytestmark = pytest.mark.slow  # every test is several processes
+
 TASK = [
     "--model",
     "mlp",

@@ -87,7 +87,7 @@ def when_training(folders: list[Path], act: object) -> threading.Thread:
     return thread
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)])
 def test_a_signal_lets_every_run_save_itself_and_begins_no_other(
     tmp_path: Path, number: signal.Signals
 ) -> None:
@@ -100,6 +100,7 @@ def test_a_signal_lets_every_run_save_itself_and_begins_no_other(
     assert not list(tmp_path.glob("*/*.unfinished"))
 
 
+@pytest.mark.slow
 def test_a_process_that_is_killed_is_told_of(tmp_path: Path) -> None:
     import multiprocessing
 
@@ -140,6 +141,7 @@ def test_a_number_of_threads_in_the_environment_is_respected(
     assert RunFolder(folder).config().threads == 1
 
 
+@pytest.mark.slow
 def test_equal_configs_share_a_folder_and_are_run_once(tmp_path: Path) -> None:
     manner = Manner(processes=1, quiet=True)
     first = run_configs([BASE], tmp_path, manner, "once")

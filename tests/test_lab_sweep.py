@@ -302,6 +302,7 @@ def test_a_search_with_fewer_trials_than_were_begun_ends(tmp_path: Path, recorde
     )
 
 
+@pytest.mark.slow
 def test_a_point_that_is_drawn_twice_is_computed_once(tmp_path: Path) -> None:
     base = replace(BASE, optimizer="sgdm", model_options={"width": 8}, threads=1)
     plan = Sweep("search", base, search=Search({"lr": (0.1,)}, trials=3, sampler="random"))

@@ -187,6 +187,7 @@ def test_with_a_mean_per_sample_the_samples_are_the_terms() -> None:
 KINDS = [(method, sharing) for method in METHODS for sharing in sharings(method)]
 
 
+@pytest.mark.every_pair
 @pytest.mark.parametrize("fisher", ["exact", "empirical"])
 @pytest.mark.parametrize("model", ["mlp", "sequence", "conv"])
 @pytest.mark.parametrize(("method", "sharing"), KINDS)

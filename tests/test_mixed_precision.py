@@ -113,6 +113,7 @@ def test_curvature_of_float64_parameters_is_float64() -> None:
     assert_curvature_is(optimizer, torch.float64)
 
 
+@pytest.mark.every_pair
 @pytest.mark.parametrize("curvature_dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("parameters", [torch.bfloat16, torch.float32, torch.float64])
 @every_method
@@ -157,6 +158,7 @@ def test_another_curvature_dtype_is_refused_with_those_there_are(value: Any) -> 
 # -- values ----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.every_pair
 @every_half
 @pytest.mark.parametrize("build", [classifier, convolutional])
 @every_method

@@ -135,6 +135,7 @@ def summed(mean_loss: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
     return lambda logits: len(logits) * mean_loss(logits)
 
 
+@pytest.mark.every_pair
 @every_kind
 @every_method
 @pytest.mark.parametrize("fisher", ["empirical", "exact"])
@@ -157,6 +158,7 @@ def test_03_mean_and_sum_of_losses_give_the_same_statistics(
             assert_close(actual, expected)
 
 
+@pytest.mark.every_pair
 @every_kind
 @method_and_sharing
 @pytest.mark.parametrize("fisher", ["empirical", "exact"])
@@ -252,6 +254,7 @@ def test_03_ignored_positions_count_nowhere(fisher: str, sharing: str) -> None:
 # -- 4: preconditioning is the damped solve ------------------------------------------------------------
 
 
+@pytest.mark.every_pair
 @every_kind
 @every_bias
 @method_and_sharing
@@ -268,6 +271,7 @@ def test_04_a_step_is_the_dense_solve(
                 assert_close(moved[layer][group], oracle.damped_solve(block, damping, gradient[group]))
 
 
+@pytest.mark.every_pair
 @every_kind
 @every_bias
 @pytest.mark.parametrize(

@@ -130,6 +130,7 @@ def trace_lambda(block: Tensor, floor: float) -> float:
     return max(float(block.trace()), floor) / len(block)
 
 
+@pytest.mark.every_pair
 @every_convolution
 @every_bias
 @pytest.mark.parametrize("method", [TKFAC, TEKFAC])
@@ -169,6 +170,7 @@ def test_26_pi_split_of_the_trace_is_each_factors_mean_eigenvalue(kind: str, bia
         assert_close(moved["layer"][group], expected)
 
 
+@pytest.mark.every_pair
 @pytest.mark.parametrize("kind", ["conv2d", "depthwise"])
 @pytest.mark.parametrize("method", [TKFAC, TEKFAC])
 @pytest.mark.parametrize("reading", ["add", "scale", "scale_all", "convolution"])
@@ -268,6 +270,7 @@ def steps_under_scaling(
     return plain, after
 
 
+@pytest.mark.every_pair
 @every_convolution
 @pytest.mark.parametrize("method", [TKFAC, TEKFAC])
 @pytest.mark.parametrize("floor", [1e-4, 1e3])
@@ -510,6 +513,7 @@ def test_29_the_papers_averages_are_of_unit_trace(kind: str) -> None:
         assert relative_error(phi, n_phi / n_phi.trace()) > 1e-3
 
 
+@pytest.mark.every_pair
 @pytest.mark.parametrize("kind", ["linear", "sequence", "conv1d", "conv2d", "conv3d", "grouped"])
 @every_bias
 @pytest.mark.parametrize("method", [EKFAC, TEKFAC])

@@ -62,6 +62,7 @@ def dense_theta(fisher: Tensor, basis: Eigenbasis, group: int) -> Tensor:
 # -- 11: Theta -----------------------------------------------------------------------------------------
 
 
+@pytest.mark.every_pair
 @every_kind
 @every_bias
 @pytest.mark.parametrize(
@@ -81,6 +82,7 @@ def test_11_theta_is_the_diagonal_of_the_true_block(
         assert_close(curvature.rescaling[group].sum(), block.trace())
 
 
+@pytest.mark.every_pair
 @every_kind
 @every_bias
 @pytest.mark.parametrize("budget", [1, BUDGET])
@@ -148,6 +150,7 @@ def test_11_the_cheapest_contraction_is_taken(
 # -- 12: Pythagoras ------------------------------------------------------------------------------------
 
 
+@pytest.mark.every_pair
 @every_kind
 @every_bias
 @corrected_and_sharing
@@ -177,6 +180,7 @@ def test_12_correction_takes_away_exactly_the_diagonal_error(
 # -- 13: the basis is all that tells EKFAC and TEKFAC apart --------------------------------------------
 
 
+@pytest.mark.every_pair
 @every_kind
 @every_bias
 @pytest.mark.parametrize("sharing", ["expand", "reduce"])

@@ -66,6 +66,7 @@ def block_of(method: type[NaturalGradient], rows: Rows, sharing: str | None = No
 # -- 17: one sample ------------------------------------------------------------------------------------
 
 
+@pytest.mark.every_pair
 @every_method
 @every_bias
 @pytest.mark.parametrize(
@@ -187,6 +188,7 @@ LINEAR_NETWORKS: dict[str, Callable[[bool], tuple[nn.Module, tuple[int, ...]]]] 
 }
 
 
+@pytest.mark.every_pair
 @pytest.mark.parametrize("network", LINEAR_NETWORKS)
 @every_bias
 @pytest.mark.parametrize(
@@ -204,6 +206,7 @@ def test_19_deep_linear_network_with_positions_is_exact(
     assert len(optimizer.curvature) == 3
 
 
+@pytest.mark.every_pair
 @every_bias
 @pytest.mark.parametrize("how", ["mean", "sum"])
 @pytest.mark.parametrize("place", [2, 3], ids=["pool in the middle", "pool at the end"])
@@ -310,6 +313,7 @@ def test_23_columns_of_a_gaussian() -> None:
         assert_close(columns[:, n].T @ columns[:, n], 4 * torch.eye(2).double())
 
 
+@pytest.mark.every_pair
 @pytest.mark.parametrize("kind", KINDS)
 @every_bias
 @pytest.mark.parametrize(

@@ -59,6 +59,7 @@ def trace_of_sharing(samples: oracle.Samples, group: int, sharing: str) -> Tenso
 # -- 5: traces -----------------------------------------------------------------------------------------
 
 
+@pytest.mark.every_pair
 @every_kind
 @every_bias
 @every_sharing
@@ -97,6 +98,7 @@ def test_05_the_choice_of_sharing_is_not_cosmetic() -> None:
 # -- 6: partial traces ---------------------------------------------------------------------------------
 
 
+@pytest.mark.every_pair
 @every_kind
 @every_bias
 @every_sharing
@@ -230,6 +232,7 @@ def test_08_scaling_a_network(kind: str, sharing: str) -> None:
 # -- 9: margins ----------------------------------------------------------------------------------------
 
 
+@pytest.mark.every_pair
 @every_kind
 @every_bias
 @both_fishers

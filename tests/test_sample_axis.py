@@ -64,6 +64,7 @@ def block(network: type[SamplesFirst], tokens: int, fisher: str) -> Tensor:
     return dense_block(optimizer.curvature["encoder"])
 
 
+@pytest.mark.every_pair
 @pytest.mark.parametrize("fisher", ["exact", "empirical", "sampled"])
 @pytest.mark.parametrize("tokens", [1, 2, N, 2 * N])  # as many tokens as samples: the shape does not tell
 @pytest.mark.parametrize("network", [SequenceFirst, Folded, ViewsTogether, CalledPerToken])

@@ -134,6 +134,7 @@ class Shared(nn.Module):
         return out
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("rows", "samples"), [(6, 4), (8, 4), (12, 8), (7, 4)])
 def test_rows_that_all_samples_share_have_an_unbiased_fisher(rows: int, samples: int) -> None:
     """The gradients of all samples arrive as one sum; over drawn labels its square has the right mean."""
