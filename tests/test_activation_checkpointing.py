@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint, checkpoint_sequential
+from torch.utils.checkpoint import checkpoint, checkpoint_sequential, set_checkpoint_early_stop
 
 from dense import every_method
 from tekfac import TEKFAC
@@ -20,9 +20,15 @@ LAYERS = {"first", "blocks.0.0", "blocks.0.2", "blocks.1.0", "blocks.1.2", "head
 FISHERS = ("sampled", "empirical", "exact")
 
 
-def saved(function: Callable[[Tensor], Tensor], x: Tensor, **how: Any) -> Tensor:
+def saved(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
     """The function, run again in the backward pass."""
-    return checkpoint(function, x, use_reentrant=False, **how)  # type: ignore[no-any-return]
+    return checkpoint(function, x, use_reentrant=False)  # type: ignore[no-any-return]
+
+
+def saved_without_early_stop(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    """The function, run again to its end in the backward pass."""
+    with set_checkpoint_early_stop(False):
+        return saved(function, x)
 
 
 class Net(nn.Module):
@@ -73,7 +79,7 @@ STYLES: dict[str, Callable[[Net, Tensor], Tensor]] = {
     ),
     "nested": Net._nested,
     "one block only": lambda net, hidden: net.blocks[1](saved(net.blocks[0], hidden)),
-    "without early stop": lambda net, hidden: saved(net.blocks, hidden, early_stop=False),
+    "without early stop": lambda net, hidden: saved_without_early_stop(net.blocks, hidden),
 }
 CHECKPOINTED = [
     *(style for style in STYLES if style != "none"),

@@ -170,6 +170,7 @@ def test_mean_of_captured_gradients_is_the_gradient(kind: str, data: st.DataObje
             assert_close(total / divisor, case.to_matrix(layer))
 
 
+@pytest.mark.every_value  # the pairs are in test_oracles_algebra.py
 @every_kind
 @pytest.mark.parametrize("method", METHODS)
 @given(data=st.data(), exponent=st.integers(-3, 2), budget=st.sampled_from([1, 2**14, 2**28]))

@@ -32,6 +32,7 @@ def settings_of(optimizer: Optimizer) -> list[tuple[float, float]]:
     return [(group["lr"], group["momentum"]) for group in optimizer.param_groups]
 
 
+@pytest.mark.filterwarnings("ignore:The epoch parameter:UserWarning")  # of an older SequentialLR about itself
 @pytest.mark.parametrize("name", SCHEDULERS)
 def test_the_groups_follow_the_scheduler_as_those_of_sgd_do(name: str) -> None:
     model, reference = mlp(), mlp()
