@@ -12,7 +12,7 @@ import pytest
 
 from tekfac.lab import recipes
 from tekfac.lab.config import RunConfig
-from tekfac.lab.grids import Range, Search, Sweep, applied, described, product
+from tekfac.lab.grids import Range, Search, Sweep, applied, described, product, values_in
 from tekfac.lab.optimizers import COMPARED, NATURAL
 from tekfac.lab.run_folder import read_plain
 
@@ -110,7 +110,7 @@ def test_a_grid_is_every_combination_and_several_grids_are_put_together() -> Non
         "here",
     )
     assert len(plan.points) == 2 + 4
-    assert plan.choices()["options.kl_clip"] == [1e-3, 1e-2]
+    assert values_in(plan.points)["options.kl_clip"] == [1e-3, 1e-2]
     assert [(c.seed, c.model, c.optimizer, c.lr, c.options) for c in plan.configs(plan.points[-1])] == [
         (3, "mlp", "tekfac", 0.03, {"kl_clip": 1e-2}),
         (4, "mlp", "tekfac", 0.03, {"kl_clip": 1e-2}),
@@ -228,7 +228,7 @@ def test_every_point_makes_an_optimizer(name: str, points: Any) -> None:
     model = models.build("mlp", channels=1, classes=10, size=8)
     for point in points(name)[:3]:
         config = recipes.config(recipes.digits(), point)
-        made = optimizers.build(name, model, lr=config.lr, momentum=config.momentum, options=config.options)
+        made = optimizers.build(config, model)
         assert made.param_groups[0]["lr"] == point["lr"]
 
 

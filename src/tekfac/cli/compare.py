@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from tekfac.cli import run_arguments
-from tekfac.cli.parsing import pair
+from tekfac.cli.parsing import add_repeated, add_target, pair
 from tekfac.lab import recipes
 from tekfac.lab.config import RunConfig
 from tekfac.lab.grids import Point
@@ -34,29 +34,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's arguments."""
     run_arguments.add_task(parser)
     run_arguments.add_optimizers(parser, "3")
-    parser.add_argument(
-        "--lr",
-        action="append",
-        default=[],
-        metavar="[NAME:]VALUE",
-        help="learning rate, of one optimizer or all (default: the recipe's)",
-    )
-    parser.add_argument(
-        "--option",
-        action="append",
-        default=[],
-        metavar="[NAME:]KEY=VALUE",
-        help="any other setting, of one optimizer or all (default: the recipe's)",
-    )
-    parser.add_argument(
-        "--tuned", type=Path, metavar="SWEEP", help="settings that did best in a finished sweep"
-    )
-    parser.add_argument(
-        "--target",
-        type=float,
-        metavar="PERCENT",
-        help="accuracy that is timed (default: chosen by the outcome)",
-    )
+    whose = "of one optimizer or all (default: the recipe's)"
+    add_repeated(parser, "--lr", "[NAME:]VALUE", f"learning rate, {whose}")
+    add_repeated(parser, "--option", "[NAME:]KEY=VALUE", f"any other setting, {whose}")
+    told = "settings that did best in a finished sweep"
+    parser.add_argument("--tuned", type=Path, metavar="SWEEP", help=told)
+    add_target(parser)
     run_arguments.add_jobs(parser)
     run_arguments.add_manner(parser, "comparison")
     parser.set_defaults(run=run)
@@ -109,5 +92,5 @@ def _points(
             )
         point = tuned[name].point if tuned else run_arguments.point(options, base, name)
         rate = run_arguments.rate(rates[name][-1], "--lr") if rates[name] else None
-        points.append(run_arguments.changed(point, rate, dict(pair(text) for text in settings[name])))
+        points.append(run_arguments.changed(point, rate, dict(map(pair, settings[name]))))
     return points

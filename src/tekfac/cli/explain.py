@@ -29,19 +29,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     optimizer = parser.add_argument_group("the optimizer")
     names = [method.name.lower() for method in methods.ALL]
     optimizer.add_argument("--method", choices=names, default=names[-1], help="which of the four")
-    optimizer.add_argument(
-        "--max-dim",
-        type=int,
-        default=DEFAULT_MAX_DIM,
-        metavar="D",
-        help="inputs or outputs of a layer beyond which that side of its block takes a cheaper form",
-    )
-    optimizer.add_argument(
-        "--large-dims", choices=LARGE_DIMS, default=LARGE_DIMS[0], help="which form that side then takes"
-    )
-    optimizer.add_argument(
-        "--first-order", nargs="+", default=[], metavar="NAME", help="modules or parameters to leave out"
-    )
+    told = "inputs or outputs of a layer beyond which that side of its block takes a cheaper form"
+    optimizer.add_argument("--max-dim", type=int, default=DEFAULT_MAX_DIM, help=told)
+    told = "which form that side then takes"
+    optimizer.add_argument("--large-dims", choices=LARGE_DIMS, default=LARGE_DIMS[0], help=told)
+    told = "modules or parameters to leave out"
+    optimizer.add_argument("--first-order", nargs="+", default=[], metavar="NAME", help=told)
     parser.add_argument("--json", action="store_true", help="the same as JSON")
     parser.set_defaults(run=run)
 

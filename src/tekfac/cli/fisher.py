@@ -7,7 +7,6 @@ import logging
 import sys
 from collections.abc import Iterable, Iterator
 from copy import deepcopy
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,8 +15,8 @@ from torch import nn
 from tekfac.capture.measurement import FISHER_KINDS
 from tekfac.cli import fisher_demo
 from tekfac.cli.fisher_sources import Limited, batches, distinct, load_state
-from tekfac.cli.model_arguments import add_images, add_model, made
-from tekfac.cli.parsing import positive
+from tekfac.cli.model_arguments import FUNCTION, add_images, add_model, made
+from tekfac.cli.parsing import add_out, positive
 from tekfac.common.extras import require
 from tekfac.common.user_code import find_function
 from tekfac.fisher import figures
@@ -53,50 +52,30 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     source = parser.add_argument_group("what is looked at")
     add_model(source, default="a small CNN that is trained on digits")
     add_images(source)
-    source.add_argument(
-        "--data",
-        metavar="WHERE",
-        help="a function of yours that returns batches (inputs, targets), such as a DataLoader: "
-        "package.module:function or file.py:function (default: digits, for the CNN trained on them)",
-    )
-    source.add_argument(
-        "--state",
-        nargs="+",
-        default=[],
-        metavar="FILE",
-        help="checkpoints of the model, as it was trained",
-    )
+    loader = "a function of yours that returns batches (inputs, targets), such as a DataLoader: "
+    told = f"{loader}{FUNCTION} (default: digits, for the CNN trained on them)"
+    source.add_argument("--data", metavar="WHERE", help=told)
+    told = "checkpoints of the model, as it was trained"
+    source.add_argument("--state", nargs="+", default=[], metavar="FILE", help=told)
     source.add_argument("--layers", nargs="+", metavar="NAME", help="only these layers (default: all)")
-    source.add_argument(
-        "--samples", type=positive, default=512, metavar="N", help="use so many samples of the data"
-    )
+    source.add_argument("--samples", type=positive, default=512, help="use so many samples of the data")
     how = parser.add_argument_group("how")
-    how.add_argument(
-        "--methods",
-        nargs="+",
-        default=list(ALL_METHODS),
-        metavar="METHOD",
-        help="kfac, ekfac, tkfac, tekfac; kfac:reduce for another sharing (default: all four)",
-    )
+    told = "kfac, ekfac, tkfac, tekfac; kfac:reduce for another sharing (default: all four)"
+    how.add_argument("--methods", nargs="+", default=list(ALL_METHODS), metavar="METHOD", help=told)
     how.add_argument("--fisher", choices=FISHER_KINDS, default="exact", help="where labels come from")
     how.add_argument("--likelihood", choices=LIKELIHOODS, default="categorical", help="of the targets")
-    how.add_argument(
-        "--damping", type=float, help="of the preconditioned gradients (default: tr F / d of each layer)"
-    )
+    told = "of the preconditioned gradients (default: tr F / d of each layer)"
+    how.add_argument("--damping", type=float, help=told)
     how.add_argument("--float32", action="store_true", help="compute in single precision, not in double")
-    how.add_argument(
-        "--exact-memory",
-        type=positive,
-        default=DEFAULT_EXACT_MEMORY >> 20,
-        metavar="MiB",
-        help="for exact blocks; a layer that needs more is measured by probes",
+    told, memory = (
+        "for exact blocks; a layer that needs more is measured by probes",
+        DEFAULT_EXACT_MEMORY >> 20,
     )
-    how.add_argument("--probes", type=positive, default=DEFAULT_PROBES, metavar="N", help="for such layers")
-    how.add_argument("--seed", type=int, default=0, metavar="N", help="of the model, drawn labels and probes")
+    how.add_argument("--exact-memory", type=positive, default=memory, metavar="MiB", help=told)
+    how.add_argument("--probes", type=positive, default=DEFAULT_PROBES, help="for such layers")
+    how.add_argument("--seed", type=int, default=0, help="of the model, drawn labels and probes")
     out = parser.add_argument_group("what comes out")
-    out.add_argument(
-        "--out", type=Path, default=Path("fisher-report"), metavar="DIR", help="folder that is written to"
-    )
+    add_out(out, "fisher-report")
     out.add_argument("--heat-map", metavar="LAYER", help="layer to draw as matrices (default: the smallest)")
     out.add_argument("--no-figures", action="store_true", help="table and files only")
     out.add_argument("--quiet", action="store_true", help="no progress bars")

@@ -5,19 +5,23 @@ from __future__ import annotations
 import argparse
 import tomllib
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 from typing import Any, NoReturn
 
 from tekfac.common.checks import nearest, probably_meant
 
 
 class HelpFormatter(argparse.RawDescriptionHelpFormatter):
-    """Keeps the lines of a description, and shows the default of every option that has one."""
+    """Keeps the lines of a description, and shows the default of every option that has one; a number is N."""
 
     def _get_help_string(self, action: argparse.Action) -> str:
         text = action.help or ""
         if not has_default(action) or "default:" in text:
             return text
         return f"{text} (default: %(default)s)"
+
+    def _get_default_metavar_for_optional(self, action: argparse.Action) -> str:
+        return "N" if action.type in NUMBERS else super()._get_default_metavar_for_optional(action)
 
 
 def has_default(action: argparse.Action) -> bool:
@@ -58,6 +62,23 @@ class Parser(argparse.ArgumentParser):
         return f"there is no argument {name!r}.{probably_meant(name, list(self._option_string_actions))}"
 
 
+def add_out(parser: argparse._ActionsContainer, default: str) -> None:
+    """The folder that a command writes to."""
+    told = f"folder that is written to (default: {default})"
+    parser.add_argument("--out", type=Path, default=Path(default), metavar="DIR", help=told)
+
+
+def add_target(parser: argparse._ActionsContainer) -> None:
+    """The accuracy that a report is to look for."""
+    told = "test accuracy whose first epoch is looked for (default: one that most settings reach)"
+    parser.add_argument("--target", type=float, metavar="PERCENT", help=told)
+
+
+def add_repeated(parser: argparse._ActionsContainer, name: str, form: str, told: str) -> None:
+    """An argument that may be given several times, each as text of some form."""
+    parser.add_argument(name, action="append", default=[], metavar=form, help=told)
+
+
 def pair(text: str) -> tuple[str, Any]:
     """KEY=VALUE; the value as in TOML (numbers, true, lists), or else as text."""
     key, equals, value = text.partition("=")
@@ -88,3 +109,6 @@ def count_or_share(text: str) -> int | float:
     except ValueError:
         pass
     raise argparse.ArgumentTypeError(f"{text!r} is neither a whole number nor a share below 1")
+
+
+NUMBERS = (int, float, positive, count_or_share)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from tekfac.cli.parsing import add_out, add_target
 from tekfac.lab.report import Asked, present, require_reports
 
 DESCRIPTION = """\
@@ -18,18 +19,10 @@ together; runs that diverged or are still training are shown as that.
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's arguments."""
-    parser.add_argument(
-        "runs", nargs="+", type=Path, metavar="RUN", help="folder of a run, or one with runs anywhere below it"
-    )
-    parser.add_argument(
-        "--out", type=Path, default=Path("report"), metavar="DIR", help="folder that is written to"
-    )
-    parser.add_argument(
-        "--target",
-        type=float,
-        metavar="PERCENT",
-        help="test accuracy whose first epoch is looked for (default: one that most settings reach)",
-    )
+    told = "folder of a run, or one with runs anywhere below it"
+    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help=told)
+    add_out(parser, "report")
+    add_target(parser)
     parser.add_argument("--title", default="Training runs compared", help="of the page")
     parser.set_defaults(run=run)
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from tekfac.cli import run_arguments
 from tekfac.common.checks import nearest, require_choice
 from tekfac.lab import recipes
+from tekfac.lab.config import PLACE
 from tekfac.lab.report import Asked, present, require_reports
 from tekfac.lab.reproducing import EXPERIMENTS, SCALE_NOTES, SENSITIVE, Wish
 
@@ -37,23 +38,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's arguments."""
     parser.add_argument("experiment", metavar="EXPERIMENT", help=f"{', '.join(EXPERIMENTS)} or {ALL}")
     parser.add_argument("--scale", choices=recipes.SCALES, default="small", help="how much of it")
-    parser.add_argument(
-        "--data-dir",
-        metavar="DIR",
-        help="folder with the official folders of the data sets (default: see tekfac data)",
-    )
+    told = "folder with the official folders of the data sets (default: see tekfac data)"
+    parser.add_argument("--data-dir", metavar="DIR", help=told)
     parser.add_argument("--allow-partial", action="store_true", default=None, help="a part of the data will do")
-    parser.add_argument(
-        "--data", metavar="NAME,...", help=f"of the table of accuracies (default: {','.join(Wish.data)})"
-    )
-    parser.add_argument(
-        "--models", metavar="NAME,...", help=f"of that table (default: {','.join(Wish.models)})"
-    )
-    parser.add_argument(
-        "--tune",
-        action=argparse.BooleanOptionalAction,
-        help="the best of five settings for every optimizer, not the paper's (default: in the small scale)",
-    )
+    for name, known in (("data", Wish.data), ("models", Wish.models)):
+        told = f"of the table of accuracies (default: {','.join(known)})"
+        parser.add_argument(f"--{name}", metavar="NAME,...", help=told)
+    told = "the best of five settings for every optimizer, not the paper's (default: in the small scale)"
+    parser.add_argument("--tune", action=argparse.BooleanOptionalAction, help=told)
     run_arguments.add_optimizers(parser, "3")
     run_arguments.add_jobs(parser)
     run_arguments.add_manner(parser, "reproduction")
@@ -71,14 +63,9 @@ def run(options: argparse.Namespace) -> None:
         run_arguments.refuse(
             options, ["data", "models", "optimizers", "tune"], f"{options.experiment} is of {one}"
         )
-    names = (
-        [name for name in EXPERIMENTS if name != SAME_RUNS]
-        if options.experiment == ALL
-        else [options.experiment]
-    )
-    place = {
-        key: getattr(options, key) for key in ("data_dir", "allow_partial", "device", "threads", "workers")
-    }
+    names = [options.experiment]
+    if options.experiment == ALL:
+        names = [name for name in EXPERIMENTS if name != SAME_RUNS]
     out: Path = options.out / options.scale
     wish = Wish(
         scale=options.scale,
@@ -89,7 +76,7 @@ def run(options: argparse.Namespace) -> None:
         optimizers=tuple(run_arguments.optimizers(options)),
         seeds=tuple(run_arguments.seeds(options)),
         tune=options.scale == "small" if options.tune is None else options.tune,
-        place={key: value for key, value in place.items() if value is not None},
+        place=run_arguments.given(options, (*PLACE, "allow_partial")),
     )
     for name in names:
         outcome = EXPERIMENTS[name](wish)

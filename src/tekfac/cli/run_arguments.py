@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import argparse
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields
-from pathlib import Path
 from typing import Any
 
 from tekfac.cli.model_arguments import add_model
-from tekfac.cli.parsing import count_or_share, pair
+from tekfac.cli.parsing import add_out, count_or_share, pair
 from tekfac.lab import recipes
 from tekfac.lab.config import OF_OPTIMIZER, SCHEDULES, RunConfig
 from tekfac.lab.devices import choose
@@ -29,97 +28,54 @@ def add_task(parser: argparse.ArgumentParser, held_back: str = str(RunConfig.hel
     task.add_argument("--data", help="cifar10, cifar100, svhn, digits or folder (default: digits)")
     task.add_argument("--data-dir", metavar="DIR", help="where the data lie (default: see tekfac data)")
     task.add_argument("--allow-partial", action="store_true", default=None, help="a part of the data will do")
-    task.add_argument("--train-samples", type=int, metavar="N", help="train on so many images (default: all)")
-    task.add_argument(
-        "--test-samples", type=int, metavar="N", help="test on so many of the test set (default: all)"
-    )
-    task.add_argument(
-        "--held-back",
-        type=count_or_share,
-        metavar="N",
-        help="test on so many training images, or such a share, instead of the test set "
-        f"(default: {held_back})",
-    )
-    task.add_argument(
-        "--augment",
-        action=argparse.BooleanOptionalAction,
-        help="random crops and flips (default: for CIFAR, not for the others)",
-    )
-    task.add_argument(
-        "--image-size", type=int, metavar="PIXELS", help="bring images to this size (default: their own)"
-    )
+    task.add_argument("--train-samples", type=int, help="train on so many images (default: all)")
+    task.add_argument("--test-samples", type=int, help="test on so many of the test set (default: all)")
+    told = f"test on so many training images, or such a share, instead of the test set (default: {held_back})"
+    task.add_argument("--held-back", type=count_or_share, help=told)
+    told = "random crops and flips (default: for CIFAR, not for the others)"
+    task.add_argument("--augment", action=argparse.BooleanOptionalAction, help=told)
+    told = "bring images to this size (default: their own)"
+    task.add_argument("--image-size", type=int, metavar="PIXELS", help=told)
     add_model(task, default=f"{RunConfig.model}; {PAPER_MODEL} with the paper's recipes")
-    task.add_argument(
-        "--epochs", type=int, metavar="N", help=f"passes over the training images {_of_recipe('epochs')}"
-    )
-    task.add_argument("--batch-size", type=int, metavar="N", help=f"images per step {_of_recipe('batch_size')}")
+    task.add_argument("--epochs", type=int, help=f"passes over the training images {_of_recipe('epochs')}")
+    task.add_argument("--batch-size", type=int, help=f"images per step {_of_recipe('batch_size')}")
     task.add_argument("--schedule", choices=SCHEDULES, help=f"of the learning rate {_of_recipe('schedule')}")
-    task.add_argument(
-        "--decay-every", type=int, metavar="EPOCHS", help=f"of the schedule step {_of_recipe('decay_every')}"
-    )
-    task.add_argument(
-        "--decay-factor", type=float, metavar="N", help=f"of the schedule step {_of_recipe('decay_factor')}"
-    )
-    task.add_argument(
-        "--recipe",
-        choices=RECIPES,
-        help="where settings that are not given come from: a good start, the paper, or that in small "
-        "(default: start)",
-    )
+    told = f"of the schedule step {_of_recipe('decay_every')}"
+    task.add_argument("--decay-every", type=int, metavar="EPOCHS", help=told)
+    task.add_argument("--decay-factor", type=float, help=f"of the schedule step {_of_recipe('decay_factor')}")
+    told = "where settings that are not given come from: a good start, the paper, or that in small"
+    task.add_argument("--recipe", choices=RECIPES, help=f"{told} (default: start)")
 
 
 def add_manner(parser: argparse.ArgumentParser, default_out: str) -> None:
     """Where and how the runs are computed."""
     manner = parser.add_argument_group("where and how")
-    manner.add_argument(
-        "--out",
-        type=Path,
-        default=Path(default_out),
-        metavar="DIR",
-        help=f"folder that is written to (default: {default_out})",
-    )
+    add_out(manner, default_out)
     manner.add_argument("--device", help="cuda, mps, cpu (default: the first of these that there is)")
     manner.add_argument(
-        "--threads", type=int, metavar="N", help="of torch, for each run on the CPU (default: torch's choice)"
+        "--threads", type=int, help="of torch, for each run on the CPU (default: torch's choice)"
     )
-    manner.add_argument(
-        "--workers",
-        type=int,
-        metavar="N",
-        help=f"threads that prepare batches ahead (default: {RunConfig.workers})",
-    )
-    manner.add_argument(
-        "--checkpoint-every",
-        type=float,
-        default=CHECKPOINT_SECONDS,
-        metavar="SECONDS",
-        help="how much work may be lost (default: %(default)g)",
-    )
+    told = f"threads that prepare batches ahead (default: {RunConfig.workers})"
+    manner.add_argument("--workers", type=int, help=told)
+    told, seconds = "how much work may be lost (default: %(default)g)", CHECKPOINT_SECONDS
+    manner.add_argument("--checkpoint-every", type=float, default=seconds, metavar="SECONDS", help=told)
     manner.add_argument("--tensorboard", action="store_true", help="also write TensorBoard's files")
     manner.add_argument("--quiet", action="store_true", help="no progress bars")
 
 
 def add_jobs(parser: argparse.ArgumentParser) -> None:
     """How many runs at a time."""
-    parser.add_argument(
-        "--jobs",
-        type=int,
-        metavar="N",
-        help="runs at a time (default: one per core on the CPU, one on other devices)",
-    )
+    told = "runs at a time (default: one per core on the CPU, one on other devices)"
+    parser.add_argument("--jobs", type=int, help=told)
 
 
 def add_optimizers(parser: argparse.ArgumentParser, default_seeds: str) -> None:
     """Several optimizers, and seeds; None where they are not given."""
     group = parser.add_argument_group("the optimizers")
-    group.add_argument(
-        "--optimizers",
-        metavar="NAME,...",
-        help=f"of sgd, sgdm, adam, adamw, kfac, ekfac, tkfac, tekfac (default: {','.join(COMPARED)})",
-    )
-    group.add_argument(
-        "--seeds", metavar="N", help=f"how many, or which: 0,1,2, or one as 5, (default: {default_seeds})"
-    )
+    told = f"of sgd, sgdm, adam, adamw, kfac, ekfac, tkfac, tekfac (default: {','.join(COMPARED)})"
+    group.add_argument("--optimizers", metavar="NAME,...", help=told)
+    told = f"how many, or which: 0,1,2, or one as 5, (default: {default_seeds})"
+    group.add_argument("--seeds", metavar="N", help=told)
 
 
 def task(options: argparse.Namespace) -> RunConfig:
@@ -136,13 +92,18 @@ def over(base: RunConfig, options: argparse.Namespace) -> RunConfig:
     given = of_task(options)
     if "epochs" in given and "decay_every" not in given:
         given["decay_every"] = recipes.scaled(base.decay_every, given["epochs"] / base.epochs)
-    model_options = {**base.model_options, **dict(pair(text) for text in options.model_option)}
+    model_options = {**base.model_options, **dict(map(pair, options.model_option))}
     return RunConfig.from_plain({**base.plain(), **given, "model_options": model_options})
 
 
 def of_task(options: argparse.Namespace) -> dict[str, Any]:
     """The settings of the task that stand on the command line."""
     names = [field.name for field in fields(RunConfig) if field.name not in (*NESTED, *OF_OPTIMIZER)]
+    return given(options, names)
+
+
+def given(options: argparse.Namespace, names: Iterable[str]) -> dict[str, Any]:
+    """Those of some settings that stand on the command line."""
     return {name: value for name in names if (value := getattr(options, name, None)) is not None}
 
 

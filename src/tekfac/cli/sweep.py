@@ -34,11 +34,8 @@ format of the file.
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's arguments."""
-    parser.add_argument(
-        "--grid",
-        choices=recipes.SCALES,
-        help="the paper's grid (learning rates times damping or vartheta), or five points for every optimizer",
-    )
+    told = "the paper's grid (learning rates times damping or vartheta), or five points for every optimizer"
+    parser.add_argument("--grid", choices=recipes.SCALES, help=told)
     parser.add_argument("--config", type=Path, metavar="FILE", help="a sweep of your own: TOML or JSON")
     parser.add_argument("--storage", metavar="URL", help="of the study (default: a SQLite file in the folder)")
     run_arguments.add_task(parser, "2000 of the paper's data sets, 0.2 of others")

@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 
 from tekfac.cli import run_arguments
-from tekfac.cli.parsing import pair
+from tekfac.cli.parsing import add_repeated, pair
 from tekfac.common.console import output, progress
 from tekfac.damping import DEFAULT_DAMPING
 from tekfac.lab import recipes
@@ -31,37 +31,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's arguments."""
     parser.add_argument("--config", type=Path, metavar="FILE", help="settings: TOML, JSON, or a run's run.json")
     parser.add_argument("--resume", type=Path, metavar="RUN", help="go on with an interrupted run")
-    parser.add_argument(
-        "--seed", type=int, metavar="N", help=f"of everything random (default: {RunConfig.seed})"
-    )
+    parser.add_argument("--seed", type=int, help=f"of everything random (default: {RunConfig.seed})")
     run_arguments.add_task(parser)
     group = parser.add_argument_group("the optimizer")
-    group.add_argument(
-        "--optimizer", help="sgd, sgdm, adam, adamw, kfac, ekfac, tkfac, tekfac (default: tekfac)"
-    )
-    group.add_argument("--lr", type=float, metavar="N", help=f"learning rate {_by_optimizer('lr')}")
-    group.add_argument(
-        "--momentum",
-        type=float,
-        metavar="N",
-        help="in [0, 1) (default: 0.9, and 0 for sgd; adam and adamw have none)",
-    )
-    group.add_argument(
-        "--weight-decay",
-        type=float,
-        metavar="N",
-        help=f"decoupled, but for sgd, sgdm, adam (default: {RunConfig.weight_decay:g})",
-    )
-    for name, meaning in OPTIONS.items():
+    told = "sgd, sgdm, adam, adamw, kfac, ekfac, tkfac, tekfac (default: tekfac)"
+    group.add_argument("--optimizer", help=told)
+    for name, meaning in (SHARED | OPTIONS).items():
         kind = int if name.endswith("every") else float
-        group.add_argument(f"--{name.replace('_', '-')}", type=kind, metavar="N", help=meaning)
-    group.add_argument(
-        "--option",
-        action="append",
-        default=[],
-        metavar="KEY=VALUE",
-        help="any other setting of the optimizer (default: the recipe's, or its own)",
-    )
+        group.add_argument(f"--{name.replace('_', '-')}", type=kind, help=meaning)
+    told = "any other setting of the optimizer (default: the recipe's, or its own)"
+    add_repeated(group, "--option", "KEY=VALUE", told)
     run_arguments.add_manner(parser, DEFAULT_OUT)
     parser.set_defaults(run=run, out=None)
 
@@ -73,6 +52,11 @@ def _by_optimizer(setting: str) -> str:
     return f"(default: by optimizer and recipe; for tekfac {told})"
 
 
+SHARED = {
+    "lr": f"learning rate {_by_optimizer('lr')}",
+    "momentum": "in [0, 1) (default: 0.9, and 0 for sgd; adam and adamw have none)",
+    "weight_decay": f"decoupled, but for sgd, sgdm, adam (default: {RunConfig.weight_decay:g})",
+}
 OPTIONS = {
     "damping": f"added to the re-scaling (default: {DEFAULT_DAMPING:g}; the paper's rule with its recipe)",
     "trace_floor": "vartheta of the paper's damping, which this asks for (default: another damping)",
@@ -81,7 +65,7 @@ OPTIONS = {
     "basis_every": f"steps between eigendecompositions {_by_optimizer('options.basis_every')}",
     "rescaling_every": f"steps between updates of Theta {_by_optimizer('options.rescaling_every')}",
 }
-"""Settings of a natural-gradient method that have an argument of their own, and their help."""
+"""Settings of all optimizers, and of natural-gradient methods, that have arguments of their own; their help."""
 
 
 def run(options: argparse.Namespace) -> None:
@@ -133,10 +117,10 @@ def _resumed(options: argparse.Namespace) -> RunConfig:
 
 def _changed(config: RunConfig, options: argparse.Namespace) -> RunConfig:
     """The config with the settings that stand on the command line."""
-    own = {key: value for key in OF_OPTIMIZER if (value := getattr(options, key)) is not None}
+    own = run_arguments.given(options, OF_OPTIMIZER)
     if "optimizer" in own:
         own["optimizer"] = own["optimizer"].lower()
-    named = {key: value for key in OPTIONS if (value := getattr(options, key)) is not None}
-    further = {**config.options, **named, **dict(pair(text) for text in options.option)}
+    named = run_arguments.given(options, OPTIONS)
+    further = {**config.options, **named, **dict(map(pair, options.option))}
     plain = run_arguments.over(config, options).plain()
     return RunConfig.from_plain({**plain, **own, "options": further})

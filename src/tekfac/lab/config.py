@@ -8,7 +8,7 @@ import json
 import math
 import types
 import typing
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, Self
 
@@ -25,6 +25,24 @@ OF_DATA = ("data", "data_dir", "allow_partial", "train_samples", "test_samples",
 
 OF_OPTIMIZER = ("optimizer", "lr", "momentum", "weight_decay")
 """Settings of the optimizer that all of them share; the others are its options."""
+
+
+RULES: tuple[tuple[tuple[str, ...], Callable[[Any], bool], str], ...] = (
+    (("epochs", "batch_size", "decay_every"), lambda n: n >= 1, "a whole number, at least 1"),
+    (
+        ("train_samples", "test_samples", "image_size", "threads"),
+        lambda n: n is None or n >= 1,
+        "a whole number, at least 1, or nothing",
+    ),
+    (("held_back", "workers", "weight_decay"), lambda n: n >= 0, "a number that is not negative"),
+    (("held_back",), lambda n: n < 1 or isinstance(n, int), "a whole number, or a share below 1"),
+    (("weight_decay",), lambda n: n < math.inf, "a finite number"),
+    (("seed",), lambda n: 0 <= n < 2**63, "a whole number from 0 to 2^63 - 1"),
+    (("lr",), lambda n: 0 < n < math.inf, "a positive number"),
+    (("momentum",), lambda n: n is None or 0 <= n < 1, "a number in [0, 1)"),
+    (("decay_factor",), lambda n: 0 < n <= 1, "a number in (0, 1]"),
+)
+"""Names of settings, what has to hold for their values, and that in words."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,28 +109,13 @@ class RunConfig:
         hints = typing.get_type_hints(RunConfig)
         for name, value in vars(self).items():
             _require_type(name, value, hints[name])
-        for name in ("epochs", "batch_size", "decay_every"):
-            _require(getattr(self, name) >= 1, name, getattr(self, name), "a whole number, at least 1")
-        for name in ("train_samples", "test_samples", "image_size", "threads"):
-            value = getattr(self, name)
-            _require(value is None or value >= 1, name, value, "a whole number, at least 1, or nothing")
-        for name in ("held_back", "workers", "weight_decay"):
-            _require(getattr(self, name) >= 0, name, getattr(self, name), "a number that is not negative")
-        _require(
-            self.held_back < 1 or isinstance(self.held_back, int),
-            "held_back",
-            self.held_back,
-            "a whole number, or a share below 1",
-        )
-        _require(self.weight_decay < math.inf, "weight_decay", self.weight_decay, "a finite number")
-        _require(0 <= self.seed < 2**63, "seed", self.seed, "a whole number from 0 to 2^63 - 1")
-        _require(0 < self.lr < math.inf, "lr", self.lr, "a positive number")
-        if self.momentum is not None:
-            _require(0 <= self.momentum < 1, "momentum", self.momentum, "a number in [0, 1)")
+        for names, holds, expected in RULES:
+            for name in names:
+                if not holds(getattr(self, name)):
+                    raise ValueError(f"Invalid {name}: {getattr(self, name)!r}. Expected {expected}.")
+        require_choice("schedule", self.schedule, SCHEDULES)
         for name in ("model_options", "options"):
             object.__setattr__(self, name, _as_in_a_file(name, getattr(self, name)))
-        _require(0 < self.decay_factor <= 1, "decay_factor", self.decay_factor, "a number in (0, 1]")
-        require_choice("schedule", self.schedule, SCHEDULES)
         for name in OF_OPTIMIZER:
             if name in self.options:
                 raise ValueError(
@@ -149,11 +152,6 @@ class RunConfig:
             for key in mine
             if mine[key] != others[key] and key not in (*PLACE, "name")
         ]
-
-
-def _require(holds: bool, name: str, value: Any, expected: str) -> None:
-    if not holds:
-        raise ValueError(f"Invalid {name}: {value!r}. Expected {expected}.")
 
 
 def _as_in_a_file(name: str, values: Mapping[str, Any]) -> dict[str, Any]:

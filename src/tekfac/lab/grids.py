@@ -14,7 +14,9 @@ Point = Mapping[str, Any]
 """Settings by name; `options.kl_clip` and `model_options.width` reach into the config's options."""
 
 NESTED = ("options", "model_options")
-SAMPLERS = ("tpe", "random", "qmc", "cmaes")
+SAMPLERS = {"tpe": "TPESampler", "random": "RandomSampler", "qmc": "QMCSampler", "cmaes": "CmaEsSampler"}
+"""Of Optuna, by the names that files have for them."""
+
 KEYS = ("name", "seeds", "base", "grid", "search")
 
 
@@ -56,7 +58,7 @@ class Search:
     sampler: str = "tpe"
 
     def __post_init__(self) -> None:
-        require_choice("sampler", self.sampler, SAMPLERS)
+        require_choice("sampler", self.sampler, tuple(SAMPLERS))
         if not self.space or self.trials < 1:
             raise ValueError(
                 f"Invalid search: {self.trials} trials over {list(self.space)}. Expected at least one of each."
@@ -110,10 +112,6 @@ class Sweep:
         plain = applied(self.base.plain(), point)
         origin = "The grid" if self.search is None else "The search"
         return tuple(RunConfig.from_plain({**plain, "seed": seed}, origin) for seed in self.seeds)
-
-    def choices(self) -> dict[str, list[Any]]:
-        """For each setting of the grids the values that it has anywhere, in order of appearance."""
-        return values_in(self.points)
 
     @classmethod
     def from_plain(cls, plain: Mapping[str, Any], origin: str) -> Self:

@@ -27,18 +27,12 @@ class Inputs:
     Attributes:
         train: batches to train on.
         test: batches to test on.
-        channels: of the images.
-        size: edge of the images in pixels.
-        classes: how many there are.
-        notes: what is to be known of the data.
+        given: what a network may ask for (see models.GIVEN).
     """
 
     train: Batches
     test: Batches
-    channels: int
-    size: int
-    classes: int
-    notes: tuple[str, ...]
+    given: dict[str, int]
 
 
 def read(config: RunConfig) -> DataSet:
@@ -110,13 +104,11 @@ def prepare(data: DataSet, config: RunConfig, device: torch.device) -> Inputs:
             workers=config.workers,
         )
 
+    _, channels, _, size = data.train.pixels.shape
     return Inputs(
         train=batches(data.train, config.batch_size, is_training=True),
         test=batches(data.test, TEST_BATCH, is_training=False),
-        channels=data.train.pixels.shape[1],
-        size=data.train.pixels.shape[3],
-        classes=len(data.classes),
-        notes=data.notes,
+        given={"channels": channels, "classes": len(data.classes), "size": size},
     )
 
 

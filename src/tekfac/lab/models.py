@@ -25,21 +25,14 @@ GIVEN = ("channels", "classes", "size")
 Maker = Callable[..., nn.Module]
 
 
-def build(
-    name: str,
-    *,
-    channels: int | None = None,
-    classes: int | None = None,
-    size: int | None = None,
-    options: Mapping[str, Any] | None = None,
-) -> nn.Module:
+def build(name: str, *, options: Mapping[str, Any] | None = None, **given: int | None) -> nn.Module:
     """A network by its name, or by `package.module:function` or `file.py:function` of the user's.
 
-    A function of the user's gets those of `channels`, `classes` and `size` that are known (not None) and that
-    its signature names, and the options as keywords.
+    A function of the user's gets those of GIVEN that are given (not as None) and that its signature names, and
+    the options as keywords.
 
     Raises:
-        ValueError: for an unknown name, or a network that needs one of the three that is None.
+        ValueError: for an unknown name, or a network that needs one of GIVEN that is not given.
         TypeError: for an option that the network does not have.
     """
     maker = find_function(name, "model") if ":" in name else MODELS.get(name)
@@ -50,8 +43,8 @@ def build(
     options = options or {}
     if not takes_any:
         require_keywords(f"Model {name}", options, [n for n in parameters if n not in GIVEN])
-    asked = {n: v for n, v in zip(GIVEN, (channels, classes, size), strict=True) if n in parameters}
-    known = {n: v for n, v in asked.items() if v is not None}
+    asked = [n for n in GIVEN if n in parameters]
+    known = {n: value for n in asked if (value := given.get(n)) is not None}
     missing = [n for n in asked if n not in known and parameters[n].default is inspect.Parameter.empty]
     if missing:
         raise ValueError(
@@ -119,7 +112,7 @@ def cnn(channels: int, classes: int, size: int, width: int = 16) -> nn.Module:
     """Three convolutions with batch norm, two fully connected layers."""
     pooled = 2 if size < 16 else 4
     return nn.Sequential(
-        *_convolution(channels, width, stride=1),
+        *_convolution(channels, width),
         *_convolution(width, 2 * width, stride=2),
         *_convolution(2 * width, 4 * width, stride=2),
         nn.AdaptiveAvgPool2d(pooled),
@@ -140,11 +133,7 @@ def vgg16(channels: int, classes: int, size: int, width: int = 64, norm_momentum
     stages = ((2, width), (2, 2 * width), (3, 4 * width), (3, 8 * width), (3, 8 * width))
     for index, (count, channels_out) in enumerate(stages):
         for _ in range(count):
-            layers += [
-                nn.Conv2d(before, channels_out, 3, padding=1),
-                _norm(channels_out),
-                nn.ReLU(inplace=True),
-            ]
+            layers += _convolution(before, channels_out, _norm)
             before = channels_out
         if index >= 5 - halvings:
             layers.append(nn.MaxPool2d(2))
@@ -157,31 +146,13 @@ def resnet20(
     channels: int, classes: int, width: int = 64, depth: int = 20, norm_momentum: float = 0.01
 ) -> nn.Module:
     """The residual network of the paper: 64-128-256 channels, projections where their number changes."""
-    return _as_in_the_paper(
-        nn.Sequential(
-            nn.Conv2d(channels, width, 3, padding=1),
-            _norm(width),
-            nn.ReLU(inplace=True),
-            *_stages(ProjectedResidual, width, depth),
-            nn.AdaptiveAvgPool2d(1),
-            nn.Flatten(),
-            nn.Linear(4 * width, classes),
-        ),
-        norm_momentum,
-    )
+    stem = _convolution(channels, width, _norm)
+    return _as_in_the_paper(_residual(stem, ProjectedResidual, width, depth, classes), norm_momentum)
 
 
 def resnet20_he(channels: int, classes: int, width: int = 16, depth: int = 20) -> nn.Module:
     """The residual network of He et al. (2016) for CIFAR: 16-32-64 channels, shortcuts without parameters."""
-    return nn.Sequential(
-        nn.Conv2d(channels, width, 3, padding=1, bias=False),
-        nn.BatchNorm2d(width),
-        nn.ReLU(inplace=True),
-        *_stages(Residual, width, depth),
-        nn.AdaptiveAvgPool2d(1),
-        nn.Flatten(),
-        nn.Linear(4 * width, classes),
-    )
+    return _residual(_convolution(channels, width, bias=False), Residual, width, depth, classes)
 
 
 MODELS: dict[str, Maker] = {
@@ -240,12 +211,11 @@ def _pad_as_tensorflow(x: Tensor) -> Tensor:
     return F.pad(x, (*columns, *rows))
 
 
-def _convolution(channels_in: int, channels: int, stride: int) -> tuple[nn.Module, ...]:
-    return (
-        nn.Conv2d(channels_in, channels, 3, stride=stride, padding=1),
-        nn.BatchNorm2d(channels),
-        nn.ReLU(inplace=True),
-    )
+def _convolution(
+    channels_in: int, channels: int, norm: Maker = nn.BatchNorm2d, **options: Any
+) -> list[nn.Module]:
+    convolution = nn.Conv2d(channels_in, channels, 3, padding=1, **options)
+    return [convolution, norm(channels), nn.ReLU(inplace=True)]
 
 
 def _norm(channels: int) -> nn.BatchNorm2d:
@@ -265,17 +235,18 @@ def _as_in_the_paper(model: nn.Module, norm_momentum: float) -> nn.Module:
     return model
 
 
-def _stages(block: Callable[[int, int, int], nn.Module], width: int, depth: int) -> list[nn.Module]:
+def _residual(stem: list[nn.Module], block: Maker, width: int, depth: int, classes: int) -> nn.Module:
     """Three stages of equally many blocks; the second and third begin with a stride and double the channels."""
     blocks, remainder = divmod(depth - 2, 6)
     if remainder or blocks < 1:
         raise ValueError(f"Invalid depth: {depth}. Expected 6n + 2: 8, 14, 20, 32, 44, 56, 110.")
-    stages, before = [], width
+    stages, before = list[nn.Module](), width
     for channels, stride in ((width, 1), (2 * width, 2), (4 * width, 2)):
         for index in range(blocks):
             stages.append(block(before, channels, stride if index == 0 else 1))
             before = channels
-    return stages
+    head = (nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4 * width, classes))
+    return nn.Sequential(*stem, *stages, *head)
 
 
 def count_parameters(model: nn.Module) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -11,28 +11,17 @@ from torch.optim import Optimizer
 
 from tekfac import methods, optimizers
 from tekfac.common.checks import nearest
-from tekfac.optim.natural_gradient import NaturalGradient
-
-Factory = Callable[[nn.Module, dict[str, Any]], Optimizer]
-
-
-def _natural(kind: type[NaturalGradient]) -> Factory:
-    return lambda model, keywords: kind(model, **keywords)
-
-
-def _first_order(kind: Callable[..., Optimizer]) -> Factory:
-    return lambda model, keywords: kind(model.parameters(), **keywords)
-
+from tekfac.lab.config import RunConfig
 
 NATURAL = {method.name.lower(): getattr(optimizers, method.name) for method in methods.ALL}
 """The natural-gradient methods, in the order of their table."""
 
-FACTORIES: dict[str, Factory] = {
-    "sgd": _first_order(torch.optim.SGD),
-    "sgdm": _first_order(torch.optim.SGD),
-    "adam": _first_order(torch.optim.Adam),
-    "adamw": _first_order(torch.optim.AdamW),
-    **{name: _natural(kind) for name, kind in NATURAL.items()},
+FACTORIES: dict[str, Callable[..., Optimizer]] = {
+    "sgd": torch.optim.SGD,
+    "sgdm": torch.optim.SGD,
+    "adam": torch.optim.Adam,
+    "adamw": torch.optim.AdamW,
+    **NATURAL,
 }
 
 COMPARED = ("sgdm", "adam", *NATURAL)
@@ -68,30 +57,22 @@ def require_optimizer(name: str) -> None:
         raise ValueError(f"Unknown optimizer: {name!r}.{nearest(name, FACTORIES)}")
 
 
-def build(
-    name: str,
-    model: nn.Module,
-    *,
-    lr: float,
-    momentum: float | None = None,
-    weight_decay: float = 0.0,
-    options: Mapping[str, Any] | None = None,
-    seed: int = 0,
-) -> Optimizer:
-    """An optimizer of the model's parameters.
+def build(config: RunConfig, model: nn.Module) -> Optimizer:
+    """The optimizer of a run for the model's parameters.
 
     Raises:
         ValueError: for an unknown name, or settings that do not fit it.
     """
+    name, momentum = config.optimizer, config.momentum
     require_optimizer(name)
-    keywords: dict[str, Any] = {"lr": lr, "weight_decay": weight_decay, **(options or {})}
+    keywords: dict[str, Any] = {"lr": config.lr, "weight_decay": config.weight_decay, **config.options}
     if name in DEFAULT_MOMENTUM:
         keywords["momentum"] = DEFAULT_MOMENTUM[name] if momentum is None else momentum
     elif momentum is not None:
         raise ValueError(f"{name} has no momentum; got {momentum}. Set betas among its options instead.")
     if name in NATURAL:
-        keywords.setdefault("seed", seed)
+        keywords.setdefault("seed", config.seed)
     try:
-        return FACTORIES[name](model, keywords)
+        return FACTORIES[name](model if name in NATURAL else model.parameters(), **keywords)
     except TypeError as error:
         raise ValueError(f"Cannot make {name} with {', '.join(sorted(keywords))}: {error}") from error

@@ -1,7 +1,9 @@
-"""Where a result comes from: the command, the commit, the machine, the versions."""
+"""Where a result comes from: the command, the commit, the machine, the versions; the data and the model."""
 
 from __future__ import annotations
 
+import hashlib
+import inspect
 import platform
 import subprocess
 from datetime import UTC, datetime
@@ -10,6 +12,9 @@ from typing import Any
 
 import torch
 
+from tekfac.common.user_code import find_function
+from tekfac.lab.config import RunConfig
+from tekfac.lab.data.images import DataSet
 from tekfac.version import __version__
 
 
@@ -28,6 +33,20 @@ def provenance(command: str, device: torch.device) -> dict[str, Any]:
         },
         "date": f"{datetime.now(UTC):%Y-%m-%d}",
     }
+
+
+def identity(config: RunConfig, data: DataSet) -> dict[str, str]:
+    """A digest of all images and labels, and of the file that a model of the user's own comes from."""
+    return {"data": data.digest, "model": _of_source(config.model) if ":" in config.model else ""}
+
+
+def _of_source(name: str) -> str:
+    module = inspect.getmodule(find_function(name, "model"))
+    try:
+        source = "" if module is None else inspect.getsource(module)
+    except OSError:  # made without a file
+        source = ""
+    return hashlib.sha256(source.encode()).hexdigest()[:16]
 
 
 def commit() -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -77,40 +78,21 @@ class Outcome:
 
 def table_accuracy(wish: Wish) -> Outcome:
     """Final accuracies of all optimizers on all data sets with both networks; its runs draw the curves, too."""
-    points = _tuned(wish) if wish.tune else _literal(wish)
-    configs = [
-        recipes.config(wish.task(data, model), points[data, model, optimizer], seed=seed)
-        for data in wish.data
-        for model in wish.models
-        for seed in wish.seeds
-        for optimizer in wish.optimizers
-    ]
+    configs = []
+    for data, model in product(wish.data, wish.models):
+        points = _tuned(wish, data, model) if wish.tune else map(recipes.in_the_paper, wish.optimizers)
+        configs += recipes.configs(wish.task(data, model), list(points), wish.seeds)
     folders = run_configs(configs, wish.out / "accuracy", wish.manner, "Accuracies")
     return Outcome(folders, paper=paper.accuracies())
 
 
-def _literal(wish: Wish) -> dict[tuple[str, str, str], Point]:
-    """The paper's own settings for everything."""
-    return {
-        (data, model, optimizer): recipes.in_the_paper(optimizer)
-        for data in wish.data
-        for model in wish.models
-        for optimizer in wish.optimizers
-    }
-
-
-def _tuned(wish: Wish) -> dict[tuple[str, str, str], Point]:
-    """For every task and optimizer the best of its five points, on images held back from the training set."""
-    found: dict[tuple[str, str, str], Point] = {}
-    for data in wish.data:
-        for model in wish.models:
-            base = recipes.tuning_task(wish.task(data, model))
-            points = tuple(point for optimizer in wish.optimizers for point in recipes.small_grid(optimizer))
-            plan = Sweep(f"tuning {data} {model}", base, points)
-            trials = sweep(plan, wish.out / "tuning" / f"{data}-{model}", wish.manner)
-            winners = best(trials)
-            found |= {(data, model, optimizer): winners[optimizer].point for optimizer in wish.optimizers}
-    return found
+def _tuned(wish: Wish, data: str, model: str) -> list[Point]:
+    """For every optimizer the best of its five points, on images held back from the training set."""
+    base = recipes.tuning_task(wish.task(data, model))
+    points = tuple(point for optimizer in wish.optimizers for point in recipes.small_grid(optimizer))
+    plan = Sweep(f"tuning {data} {model}", base, points)
+    winners = best(sweep(plan, wish.out / "tuning" / f"{data}-{model}", wish.manner))
+    return [winners[optimizer].point for optimizer in wish.optimizers]
 
 
 def table_vartheta(wish: Wish) -> Outcome:

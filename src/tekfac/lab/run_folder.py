@@ -97,7 +97,7 @@ class RunFolder:
         return dict(config)
 
     def identity(self) -> dict[str, str]:
-        """What the run in it was computed from (see identity.py)."""
+        """What the run in it was computed from (see provenance.py)."""
         return dict(self._saved().get("identity", {}))
 
     def provenance(self) -> dict[str, Any]:

@@ -6,7 +6,7 @@ In a file a number that is not finite is null; here it is nan.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any, Self
 
@@ -14,7 +14,31 @@ from tekfac.lab.clock import PARTS
 
 
 @dataclass(frozen=True)
-class Epoch:
+class Line:
+    """A line of a log: fields of numbers and texts, and the parts of a step, which stand beside them there."""
+
+    def plain(self) -> dict[str, Any]:
+        """What is written; null in place of numbers that are not finite."""
+        own: dict[str, Any] = {}
+        for name, value in vars(self).items():
+            own |= value if isinstance(value, Mapping) else {name: value}
+        lost = [name for name, value in own.items() if isinstance(value, float) and not math.isfinite(value)]
+        return own | dict.fromkeys(lost)
+
+    @classmethod
+    def from_plain(cls, line: Mapping[str, Any]) -> Self:
+        """What was written, read; raises ValueError for a line that is not whole."""
+        read: dict[str, Callable[[str], Any]] = {
+            "int": lambda name: int(_number(line, name)),
+            "float": lambda name: _number(line, name),
+            "str": lambda name: str(line.get(name)),
+            "Mapping[str, float]": lambda _: {part: _number(line, part) for part in PARTS},
+        }
+        return cls(**{field.name: read[str(field.type)](field.name) for field in fields(cls)})
+
+
+@dataclass(frozen=True)
+class Epoch(Line):
     """A run at the end of an epoch.
 
     Attributes:
@@ -41,21 +65,9 @@ class Epoch:
     parts: Mapping[str, float]
     skipped_steps: int
 
-    def plain(self) -> dict[str, Any]:
-        """The line of the log; the parts stand beside the other numbers."""
-        own: dict[str, Any] = {}
-        for name, value in vars(self).items():
-            own |= value if name == "parts" else {name: value}
-        return _finite(own)
-
-    @classmethod
-    def from_plain(cls, line: Mapping[str, Any]) -> Self:
-        """The line of the log, read; raises ValueError for one that is not whole."""
-        return cls(**_numbers(cls, line), parts={part: _number(line, part) for part in PARTS})
-
 
 @dataclass(frozen=True)
-class LayerEpoch:
+class LayerEpoch(Line):
     """The curvature of a layer at the end of an epoch.
 
     Attributes:
@@ -77,33 +89,6 @@ class LayerEpoch:
     condition: float
     staleness: int
     failed_refreshes: int
-
-    def plain(self) -> dict[str, Any]:
-        """The line of the log."""
-        return _finite(vars(self))
-
-    @classmethod
-    def from_plain(cls, line: Mapping[str, Any]) -> Self:
-        """The line of the log, read; raises ValueError for one that is not whole."""
-        return cls(**_numbers(cls, line), layer=str(line.get("layer")))
-
-
-def _finite(values: Mapping[str, Any]) -> dict[str, Any]:
-    """The values with null in place of numbers that are not finite."""
-    return {
-        name: None if isinstance(value, float) and not math.isfinite(value) else value
-        for name, value in values.items()
-    }
-
-
-def _numbers(kind: type[Epoch] | type[LayerEpoch], line: Mapping[str, Any]) -> dict[str, Any]:
-    """What a line has for the fields that are numbers."""
-    kinds = {"int": int, "float": float}
-    return {
-        field.name: kinds[str(field.type)](_number(line, field.name))
-        for field in fields(kind)
-        if field.type in kinds
-    }
 
 
 def _number(line: Mapping[str, Any], name: str) -> float:

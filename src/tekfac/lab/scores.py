@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -44,20 +43,12 @@ class Sums:
         self._count = state["count"]
 
 
-@dataclass(frozen=True)
-class Evaluation:
-    """Mean loss and share of right answers on a set of images."""
-
-    loss: float
-    accuracy: float
-
-
-def evaluate(model: nn.Module, batches: Batches, device: torch.device) -> Evaluation:
-    """Loss and accuracy in eval mode."""
+def evaluate(model: nn.Module, batches: Batches, device: torch.device) -> tuple[float, float]:
+    """Mean loss and share of right answers in eval mode."""
     model.eval()
     sums = Sums(device)
     with torch.no_grad():
         for inputs, labels in batches.epoch(0):
             outputs = model(inputs)
             sums.add(F.cross_entropy(outputs, labels), outputs, labels)
-    return Evaluation(*sums.means())
+    return sums.means()

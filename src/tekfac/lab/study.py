@@ -18,7 +18,7 @@ from typing import Any
 
 from tekfac.common.extras import require
 from tekfac.common.files import exclusive
-from tekfac.lab.grids import Point, Range, Search, Sweep
+from tekfac.lab.grids import SAMPLERS, Point, Range, Search, Sweep, values_in
 from tekfac.lab.processes import is_running
 from tekfac.lab.run_folder import RunFolder
 
@@ -104,8 +104,9 @@ class SharedStudy:
                 return trial
             told = trial.user_attrs.get(POINT)  # none if another process took the last one in between
             if told is not None and not self._is_taken(told, trial.number):
+                choices = values_in(self._plan.points)
                 for key in json.loads(told):
-                    trial.suggest_categorical(key, self._plan.choices()[key])
+                    trial.suggest_categorical(key, choices[key])
                 return trial
             self.give_up(trial)
         return None
@@ -171,15 +172,9 @@ class SharedStudy:
             )
         study.set_user_attr("plan", json.dumps(told))
         if plan.search is not None:
-            samplers = {
-                "tpe": optuna.samplers.TPESampler,
-                "random": optuna.samplers.RandomSampler,
-                "qmc": optuna.samplers.QMCSampler,
-                "cmaes": optuna.samplers.CmaEsSampler,
-            }
             # one that goes on must not begin with the same numbers, nor two that share a study
             seed = len(study.trials) if storage is None else None
-            study.sampler = samplers[plan.search.sampler](seed=seed)
+            study.sampler = getattr(optuna.samplers, SAMPLERS[plan.search.sampler])(seed=seed)
         return study
 
     def _storage(self, url: str | None) -> Any:
@@ -235,21 +230,16 @@ class SharedStudy:
 
 def _told(plan: Sweep) -> dict[str, Any]:
     """The plan in plain values, but for where its runs are computed and how many trials a search has."""
-    search = (
-        None if plan.search is None else {"space": _plain_space(plan.search), "sampler": plan.search.sampler}
-    )
-    return {
+    told: dict[str, Any] = {
         "base": plan.base.fingerprint(),
-        "points": [dict(point) for point in plan.points],
-        "search": search,
-        "seeds": list(plan.seeds),
+        "points": list(map(dict, plan.points)),
+        "search": None,
     }
-
-
-def _plain_space(search: Search) -> dict[str, Any]:
-    return {
-        key: vars(value) if isinstance(value, Range) else list(value) for key, value in search.space.items()
-    }
+    if plan.search is not None:
+        space = plan.search.space.items()
+        plain = {key: vars(value) if isinstance(value, Range) else list(value) for key, value in space}
+        told["search"] = {"space": plain, "sampler": plan.search.sampler}
+    return {**told, "seeds": list(plan.seeds)}
 
 
 def _sampled(trial: Any, search: Search) -> dict[str, Any]:

@@ -15,14 +15,13 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from tekfac.lab import models, optimizers
-from tekfac.lab.clock import Clock
+from tekfac.lab.clock import PARTS, Clock
 from tekfac.lab.config import OF_DATA, RunConfig
 from tekfac.lab.data.images import DataSet
 from tekfac.lab.devices import choose, random_states, set_random_states
-from tekfac.lab.identity import identity
 from tekfac.lab.inputs import Inputs, prepare, read
 from tekfac.lab.interruption import Interrupted, Interruption
-from tekfac.lab.provenance import provenance
+from tekfac.lab.provenance import identity, provenance
 from tekfac.lab.run_folder import RunFolder
 from tekfac.lab.run_log import Epoch, LayerEpoch
 from tekfac.lab.scores import Sums, evaluate
@@ -140,25 +139,10 @@ def check_all(configs: Iterable[RunConfig]) -> None:
 def _build(config: RunConfig, inputs: Inputs) -> tuple[nn.Module, Optimizer]:
     """The network at its start, and its optimizer."""
     torch.manual_seed(config.seed)
-    model = models.build(
-        config.model,
-        channels=inputs.channels,
-        classes=inputs.classes,
-        size=inputs.size,
-        options=config.model_options,
-    )
-    models.require_fit(model, config.model, channels=inputs.channels, classes=inputs.classes, size=inputs.size)
+    model = models.build(config.model, options=config.model_options, **inputs.given)
+    models.require_fit(model, config.model, **inputs.given)
     model.to(choose(config.device))
-    optimizer = optimizers.build(
-        config.optimizer,
-        model,
-        lr=config.lr,
-        momentum=config.momentum,
-        weight_decay=config.weight_decay,
-        options=config.options,
-        seed=config.seed,
-    )
-    return model, optimizer
+    return model, optimizers.build(config, model)
 
 
 def learning_rate_factor(config: RunConfig, epoch: int, step: int, steps: int) -> float:
@@ -257,19 +241,19 @@ class _Training:
 
     def _end_epoch(self) -> bool:
         """Test, log and save; whether it makes sense to go on."""
-        test = evaluate(self.model, self.inputs.test, self.device)
+        test_loss, test_accuracy = evaluate(self.model, self.inputs.test, self.device)
         train_loss, train_accuracy = self.sums.means()
         step, lr = self.step, self.optimizer.param_groups[0]["lr"]
         self.epoch, self.batch, self.sums = self.epoch + 1, 0, Sums(self.device)
-        self.accuracies.append(test.accuracy)
+        self.accuracies.append(test_accuracy)
         skipped = self.optimizer.skipped_steps if isinstance(self.optimizer, NaturalGradient) else 0
         epoch = Epoch(
             epoch=self.epoch,
             step=step,
             train_loss=train_loss,
             train_accuracy=train_accuracy,
-            test_loss=test.loss,
-            test_accuracy=test.accuracy,
+            test_loss=test_loss,
+            test_accuracy=test_accuracy,
             lr=lr,
             seconds=self.clock.total,
             parts=dict(self.clock.seconds),
@@ -279,7 +263,7 @@ class _Training:
         self.folder.log(epoch, layers)
         if self.events is not None:
             self.events.write(epoch, layers)
-        goes_on = math.isfinite(train_loss) and math.isfinite(test.loss)
+        goes_on = math.isfinite(train_loss) and math.isfinite(test_loss)
         if goes_on and time.monotonic() - self.saved >= self.checkpoint_seconds:
             self._save()
         return goes_on
@@ -312,19 +296,10 @@ class _Training:
 
     def _result(self, status: str) -> dict[str, Any]:
         last = self.folder.epochs()[-1].plain()
-        told = (
-            "step",
-            "train_loss",
-            "train_accuracy",
-            "test_loss",
-            "test_accuracy",
-            "seconds",
-            "skipped_steps",
-        )
         return {
             "status": status,
             "epochs": self.epoch,
-            **{key: last[key] for key in told},
+            **{key: value for key, value in last.items() if key not in ("epoch", "lr", *PARTS)},
             "best_test_accuracy": max(self.accuracies),
             "parameters": models.count_parameters(self.model),
         }

@@ -97,11 +97,8 @@ def _task_part(summary: TaskSummary, name: str) -> Part:
 
 def _drawings(summary: TaskSummary) -> list[Drawing]:
     """The figures of one task."""
-    who = (
-        "all settings"
-        if len(figures.shown(summary)) == len(summary.rows)
-        else "the best setting of each optimizer"
-    )
+    shows_all = len(figures.shown(summary)) == len(summary.rows)
+    who = "all settings" if shows_all else "the best setting of each optimizer"
     drawings = [
         Drawing(
             "curves",
@@ -120,11 +117,8 @@ def _drawings(summary: TaskSummary) -> list[Drawing]:
     ]
     measured = len(figures.with_curvature(summary))
     if measured:
-        which = (
-            "each setting"
-            if measured <= figures.MOST_RUNS
-            else f"each of the first {figures.MOST_RUNS} settings"
-        )
+        most = figures.MOST_RUNS
+        which = "each setting" if measured <= most else f"each of the first {most} settings"
         drawings.append(
             Drawing(
                 "curvature",
