@@ -4,6 +4,7 @@ VENV := .venv
 OLDEST := .venv-oldest
 REFEREES := .venv-referees
 BIN := $(VENV)/bin
+TORCH_FLOOR := $(shell sed -nE 's/^dependencies = .*"torch>=([0-9.]+)".*/\1/p' pyproject.toml)
 SUDO := $(shell [ "$$(id -u)" = 0 ] || echo sudo)
 
 # One thread per process, as there is a worker per core; what was compiled is kept, as many tests start processes.
@@ -68,8 +69,7 @@ $(VENV)/docs-ready: $(VENV)/ready
 # No constraints.txt here: pip brings that torch with its CUDA packages, 6 GB.
 $(OLDEST)/ready: pyproject.toml
 	$(PYTHON) -m venv --clear $(OLDEST)
-	floor=$$(sed -nE 's/^dependencies = .*"torch>=([0-9.]+)".*/\1/p' pyproject.toml) && \
-		$(OLDEST)/bin/python -m pip install --quiet "torch==$$floor" -e '.[lab,test]'
+	$(OLDEST)/bin/python -m pip install --quiet torch==$(TORCH_FLOOR) -e '.[lab,test]'
 	@touch $@
 
 # Every version is pinned and --no-deps is meant: two of the packages ask for a torchvision that they do

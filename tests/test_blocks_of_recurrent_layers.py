@@ -149,6 +149,14 @@ KINDS: dict[str, Setup] = {
     },
 }
 FULL = ("RNN", "LSTM", "GRU")
+TOGETHER = (  # every setting occurs in one of them
+    *FULL,
+    "RNN, relu",
+    "LSTM without bias",
+    "LSTM from a state",
+    "LSTM projected, two layers, both ways",
+    "GRU, dropout, sequence first",
+)
 
 
 def parts_of(setup: Setup) -> tuple[Recurrent, str, bool, bool, int | None]:
@@ -201,7 +209,9 @@ def test_the_rows_written_out_give_autograds_gradients(kind: str) -> None:
     assert_rows_give_autograds_gradients(case_of(kind))
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "kind", [kind if kind in TOGETHER else pytest.param(kind, marks=pytest.mark.slow) for kind in KINDS]
+)
 def test_blocks_and_steps_are_those_of_the_definitions(kind: str) -> None:
     assert_blocks_and_step(case_of(kind), EVERY if kind in FULL else OWN)
 

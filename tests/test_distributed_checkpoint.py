@@ -41,7 +41,6 @@ def test_a_state_goes_through_and_the_run_goes_on(method: type[NaturalGradient])
     assert_identical(everything(other, loaded), everything(model, optimizer))
 
 
-@pytest.mark.filterwarnings("ignore:torch.distributed is:UserWarning")
 def test_a_state_goes_through_files(tmp_path: Path) -> None:
     model, optimizer = start(TEKFAC, 0)
     train(model, optimizer, DATA[:4])

@@ -38,6 +38,7 @@ def influence_tables() -> Any:
     return influence.main(["--quick"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", [*METHODS, "exact blocks"])
 def test_influence_predicts_what_leaving_images_out_does(influence_tables: Any, method: str) -> None:
     table = influence_tables["groups"]
@@ -46,6 +47,7 @@ def test_influence_predicts_what_leaving_images_out_does(influence_tables: Any, 
         assert table[method][column][0] > table["dot product"][column][0] + 0.2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", [*METHODS, "exact blocks"])
 @pytest.mark.parametrize("table", ["labels 0.001", "labels 0.0001"])
 def test_influence_finds_wrong_labels(influence_tables: Any, method: str, table: str) -> None:

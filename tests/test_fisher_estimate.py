@@ -116,9 +116,9 @@ def test_the_memory_budget_makes_no_difference(method: type[NaturalGradient]) ->
     loader = batched((case.inputs, case.labels))
     much, little = (
         fisher.estimate(case.model, loader, method=name_of(method), memory_budget=budget)
-        for budget in (2**30, 0)
+        for budget in (2**30, 1)
     )
-    exact = fisher.exact_blocks(case.model, loader, memory_budget=0)
+    exact = fisher.exact_blocks(case.model, loader, memory_budget=1)
     for layer in much:
         assert_close(little[layer].to_dense(), much[layer].to_dense())
         assert_close(exact[layer].to_dense(), all_of(samples_of("grouped", True, "exact", layer)))

@@ -27,16 +27,19 @@ def runs(compiled_digits: ModuleType) -> Any:
     return compiled_digits.main()
 
 
+@pytest.mark.slow
 def test_the_loss_is_lower_than_that_of_sgd(compiled_digits: ModuleType, runs: Any) -> None:
     tekfac, sgd, _ = runs
     assert compiled_digits.loss_of(tekfac) < compiled_digits.loss_of(sgd) < 0.2
 
 
+@pytest.mark.slow
 def test_a_run_resumed_from_its_checkpoint_is_the_uninterrupted_one(runs: Any) -> None:
     tekfac, _, resumed = runs
     assert_same_end(tekfac.model, tekfac.optimizer, resumed.model, resumed.optimizer)
 
 
+@pytest.mark.slow
 def test_every_parameter_is_preconditioned(runs: Any) -> None:
     tekfac, _, _ = runs
     assert without_curvature(tekfac.model, tekfac.optimizer) == set()

@@ -15,7 +15,9 @@ from tekfac import TEKFAC
 from training import saved_curvature
 
 
-@pytest.fixture(scope="module", params=["huggingface_bert", "huggingface_gpt2"])
+@pytest.fixture(
+    scope="module", params=["huggingface_bert", pytest.param("huggingface_gpt2", marks=pytest.mark.slow)]
+)
 def script(request: pytest.FixtureRequest) -> ModuleType:
     return example(request.param, needs="transformers", extra="huggingface")
 
@@ -65,7 +67,7 @@ def test_checkpointing_of_activations_changes_nothing(script: ModuleType, tmp_pa
         **settings,
     )
     checkpointed.train()
-    assert checkpointed.model.is_gradient_checkpointing
+    assert getattr(checkpointed.model, f"is_{setting}")
     assert losses(checkpointed) == losses(plain)
     assert len(losses(plain)) == 12
     assert_same_end(plain.model, plain.optimizer, checkpointed.model, checkpointed.optimizer)
