@@ -333,26 +333,43 @@ def test_a_resume_with_another_config_is_refused(capsys: pytest.CaptureFixture[s
     assert Path("r/result.json").read_bytes() == before
 
 
-@pytest.mark.parametrize(
-    "command", ["compare", "train", "sweep --grid small", "reproduce table-lr", "report .", "data list"]
-)
-def test_the_missing_extra_is_named(command: str) -> None:
-    """In a process of its own, where nothing but torch can be imported."""
-    code = (
-        "import sys\n"
-        "sys.modules.update(dict.fromkeys(['rich', 'optuna', 'matplotlib', 'sklearn', 'scipy']))\n"
-        "from tekfac.cli.main import main\n"
-        f"sys.exit(main({command.split()!r}))\n"
+COMMANDS = ["compare", "train", "sweep --grid small", "reproduce table-lr", "report .", "data list"]
+WITHOUT_EXTRAS = """
+import contextlib, io, json, sys
+sys.modules.update(dict.fromkeys(["rich", "optuna", "matplotlib", "sklearn", "scipy"]))
+from tekfac.cli.main import main
+for command in sys.argv[1:]:
+    with contextlib.redirect_stderr(io.StringIO()) as told:
+        code = main(command.split())
+    print(json.dumps([code, told.getvalue()]))
+"""
+
+
+@pytest.fixture(scope="module")
+def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[int, str]]:
+    """What the commands answer in a process where nothing but torch can be imported."""
+    done = subprocess.run(
+        [sys.executable, "-c", WITHOUT_EXTRAS, *COMMANDS],
+        cwd=tmp_path_factory.mktemp("bare"),
+        capture_output=True,
+        text=True,
+        check=True,
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert done.returncode == 1
-    assert "pip install 'tekfac[" in done.stderr
-    assert done.stderr.count("\n") == 1, done.stderr
+    return dict(zip(COMMANDS, map(json.loads, done.stdout.splitlines()), strict=True))
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_the_missing_extra_is_named(command: str, answers: dict[str, tuple[int, str]]) -> None:
+    code, told = answers[command]
+    assert code == 1
+    assert "pip install 'tekfac[" in told
+    assert told.count("\n") == 1, told
 
 
 # -- what is asked for is done, or refused -------------------------------------------------------------------
 
 
+@pytest.mark.usefixtures("no_figures")
 def test_a_sweep_from_a_file_is_judged_on_held_back_images(
     in_process: list[RunConfig], capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -367,6 +384,7 @@ def test_a_sweep_from_a_file_is_judged_on_held_back_images(
     assert main(["compare", "--tuned", "s", "--optimizers", "tekfac", "--seeds", "1", "--out", "c"]) == 0
 
 
+@pytest.mark.usefixtures("no_figures")
 @pytest.mark.parametrize("setting", ["momentum=0.5", "weight_decay=0.01"])
 def test_a_setting_that_is_no_option_reaches_the_optimizer(setting: str, in_process: list[RunConfig]) -> None:
     asked = [
