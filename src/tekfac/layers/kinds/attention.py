@@ -4,29 +4,20 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tekfac.layers.kinds.base import (
-    Application,
-    Call,
-    GroupedRows,
-    LayerKind,
-    Part,
-    SequenceRows,
-    own_bias,
-    with_gradient_of,
-)
-from tekfac.layers.kinds.replay import Probes, require_same, with_random_state
+from tekfac.layers.kinds.base import Call, GroupedRows, Part, SequenceRows, own_bias
+from tekfac.layers.kinds.replay import PartUse, Probes, Replay, ReplayedKind
 
 SIGNATURE = inspect.signature(nn.MultiheadAttention.forward)
 
 
-class AttentionKind(LayerKind):
+class AttentionKind(ReplayedKind):
     """Queries, keys and values are three maps, each with a block of its own; the output projection is a fourth.
 
     With packed projections the three are the groups of `in_proj_weight`. With `kdim` or `vdim` they are three
@@ -72,37 +63,19 @@ class AttentionKind(LayerKind):
         query = kept["query"]
         return 1 if query.ndim == 2 else int(query.shape[0 if module.batch_first else 1])
 
-    def repeats(self, module: nn.Module) -> bool:
-        """Always."""
-        return True
-
     def is_random(self, module: nn.Module) -> bool:
         """With dropout."""
         assert isinstance(module, nn.MultiheadAttention)
         return module.dropout > 0 and module.training
 
-    def applications(self, module: nn.Module, call: Call) -> list[Application]:
-        """The call, repeated."""
+    def replay(self, module: nn.Module, call: Call, probes: Probes) -> Replay:
+        """In plain operations."""
         assert isinstance(module, nn.MultiheadAttention)
-        probes = Probes()
-        device = call.outputs[0].device
-        with torch.enable_grad(), with_random_state(call.random_state, device):
-            attention = _Attention(module, call, probes)
-        require_same(module, attention.outputs, call)
-        with torch.enable_grad():
-            vectors = probes.gradients(attention.outputs, call.vectors)
-        return with_gradient_of(*_by_part(module, attention, vectors), call.probe is not None)
+        return _Attention(module, call, probes)
 
 
-class _Attention:
-    """A call of nn.MultiheadAttention in plain operations; samples are axis 0.
-
-    Attributes:
-        inputs: queries, keys, values, [N, T, d] each.
-        heads: what the output projection receives, [N, T, E].
-        outputs: what the module returns.
-        masked_keys: which keys no query looks at, [N, S], if there is such a mask.
-    """
+class _Attention(Replay):
+    """A call of nn.MultiheadAttention in plain operations; samples are axis 0."""
 
     def __init__(self, module: nn.MultiheadAttention, call: Call, probes: Probes) -> None:
         kept, dtype = call.kept, call.dtype
@@ -112,24 +85,19 @@ class _Attention:
             inputs = [tensor[None] for tensor in inputs]
         elif not module.batch_first:
             inputs = [tensor.transpose(0, 1) for tensor in inputs]
-        self.inputs = inputs
-        projected = [
-            probes.added(F.linear(tensor, weight, bias))
-            for tensor, (weight, bias) in zip(inputs, _projections(module, dtype), strict=True)
-        ]
-        query, key, value = projected
+        *projections, output_projection = _projections(module, dtype)
+        query, key, value = (
+            probes.added(F.linear(tensor, *projection))
+            for tensor, projection in zip(inputs, projections, strict=True)
+        )
         key_mask = kept.get("key_padding_mask")
         if unbatched and key_mask is not None:
             key_mask = key_mask[None]
-        self.masked_keys = None if key_mask is None else _is_masked(key_mask)
         mask = _additive(kept.get("attn_mask"), key_mask, query, key.shape[1], module.num_heads)
         key, value, mask = _with_extra_keys(module, key, value, mask, dtype)
         weights = self._weights(module, query, key, mask)
         heads = (weights @ _heads(value, module.num_heads)).transpose(1, 2).flatten(-2)
-        self.heads = heads.detach()
-        weight, bias = (None if p is None else p.detach().to(dtype) for p in _output_parameters(module))
-        assert weight is not None
-        out = probes.added(F.linear(heads, weight, bias))
+        out = probes.added(F.linear(heads, *output_projection))
         if unbatched:
             out = out[0]
         elif not module.batch_first:
@@ -138,6 +106,28 @@ class _Attention:
         if kept.get("need_weights", True):
             shown = weights.mean(1) if kept.get("average_attn_weights", True) else weights
             self.outputs.append(shown[0] if unbatched else shown)
+        self._module, self._inputs, self._heads = module, inputs, heads.detach()
+        self._masked_keys = None if key_mask is None else _is_masked(key_mask)
+
+    def uses(self, vectors: Sequence[Sequence[Tensor]]) -> list[PartUse]:
+        """Of the inputs, as groups of one part or as parts that may share a bias; then of the output."""
+        module, inputs = self._module, self._inputs
+        real = [torch.ones(tensor.shape[:2], dtype=torch.bool, device=tensor.device) for tensor in inputs]
+        if self._masked_keys is not None:
+            real[1:] = [~self._masked_keys] * 2
+        of_all = _unless_all(_stacked([own[..., None] for own in real])[..., 0])
+        gradients_of_all = [_stacked(vector[:3]) for vector in vectors]
+        found = []
+        if module.in_proj_weight is not None:
+            found.append(PartUse(GroupedRows(), _stacked(inputs), gradients_of_all, of_all))
+        else:
+            for index, (tensor, own) in enumerate(zip(inputs, real, strict=True)):
+                gradients = [vector[index] for vector in vectors]
+                found.append(PartUse(SequenceRows(), tensor, gradients, _unless_all(own[:, None])))
+            if module.in_proj_bias is not None:
+                ones = _stacked([tensor.new_ones(*tensor.shape[:2], 1) for tensor in inputs])
+                found.append(PartUse(GroupedRows(), ones, gradients_of_all, of_all))
+        return [*found, PartUse(SequenceRows(), self._heads, [vector[3] for vector in vectors])]
 
     @staticmethod
     def _weights(module: nn.MultiheadAttention, query: Tensor, key: Tensor, mask: Tensor | None) -> Tensor:
@@ -149,21 +139,15 @@ class _Attention:
 
 
 def _projections(module: nn.MultiheadAttention, dtype: torch.dtype) -> list[tuple[Tensor, Tensor | None]]:
-    """Weight and bias of queries, keys and values."""
+    """Weight and bias of queries, keys, values and the output."""
     if module.in_proj_weight is not None:
         weights: tuple[Tensor, ...] = module.in_proj_weight.chunk(3)
     else:
         weights = (module.q_proj_weight, module.k_proj_weight, module.v_proj_weight)
     bias = module.in_proj_bias
     biases = (None,) * 3 if bias is None else bias.chunk(3)
-    return [
-        (weight.detach().to(dtype), None if b is None else b.detach().to(dtype))
-        for weight, b in zip(weights, biases, strict=True)
-    ]
-
-
-def _output_parameters(module: nn.MultiheadAttention) -> tuple[Tensor, Tensor | None]:
-    return module.out_proj.weight, module.out_proj.bias
+    pairs = [*zip(weights, biases, strict=True), (module.out_proj.weight, module.out_proj.bias)]
+    return [(weight.detach().to(dtype), None if b is None else b.detach().to(dtype)) for weight, b in pairs]
 
 
 def _heads(x: Tensor, count: int) -> Tensor:
@@ -214,40 +198,11 @@ def _with_extra_keys(
     return key, value, mask
 
 
-def _by_part(
-    module: nn.MultiheadAttention, attention: _Attention, vectors: list[list[Tensor]]
-) -> tuple[list[Application], list[list[Tensor]]]:
-    """Applications without gradients, and the gradients of each for every vector."""
-    real = [None, attention.masked_keys, attention.masked_keys]
-    masks = [
-        torch.ones(tensor.shape[:2], dtype=torch.bool, device=tensor.device) if masked is None else ~masked
-        for tensor, masked in zip(attention.inputs, real, strict=True)
-    ]
-    longest = max(tensor.shape[1] for tensor in attention.inputs)
-    joint_mask = _stacked([mask[..., None] for mask in masks], longest)[..., 0]
-    everything = bool(joint_mask.all())
-    if module.in_proj_weight is not None:
-        inputs = _stacked(attention.inputs, longest)
-        joint = Application(0, GroupedRows(), inputs, [], real=None if everything else joint_mask)
-        gradients = [[_stacked(vector[:3], longest), vector[3]] for vector in vectors]
-        return [joint, Application(1, SequenceRows(), attention.heads, [])], gradients
-    applications = [
-        Application(index, SequenceRows(), tensor, [], real=None if bool(mask.all()) else mask[:, None])
-        for index, (tensor, mask) in enumerate(zip(attention.inputs, masks, strict=True))
-    ]
-    gradients = [list(vector[:3]) for vector in vectors]
-    if module.in_proj_bias is not None:
-        ones = [tensor.new_ones(*tensor.shape[:2], 1) for tensor in attention.inputs]
-        inputs = _stacked(ones, longest)
-        applications.append(Application(3, GroupedRows(), inputs, [], real=None if everything else joint_mask))
-        for own, vector in zip(gradients, vectors, strict=True):
-            own.append(_stacked(vector[:3], longest))
-    for own, vector in zip(gradients, vectors, strict=True):
-        own.append(vector[3])
-    applications.append(Application(len(applications), SequenceRows(), attention.heads, []))
-    return applications, gradients
-
-
-def _stacked(tensors: list[Tensor], longest: int) -> Tensor:
-    """[N, T, d] each, with different T, as [N, 3, longest, d], padded by zeros."""
+def _stacked(tensors: Sequence[Tensor]) -> Tensor:
+    """[N, T, d] each, with different T, as [N, 3, T, d] with the longest T, padded by zeros."""
+    longest = max(tensor.shape[1] for tensor in tensors)
     return torch.stack([F.pad(tensor, (0, 0, 0, longest - tensor.shape[1])) for tensor in tensors], dim=1)
+
+
+def _unless_all(real: Tensor) -> Tensor | None:
+    return None if bool(real.all()) else real

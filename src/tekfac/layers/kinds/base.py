@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import torch
@@ -258,15 +258,3 @@ def first_argument(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str
     if "input" in kwargs:
         return kwargs["input"]
     return next(iter(kwargs.values()))
-
-
-def with_gradient_of(
-    applications: Sequence[Application], vectors: Sequence[Sequence[Tensor]], probed: bool
-) -> list[Application]:
-    """Applications with their gradients: for every vector one of each, the probe's last."""
-    found = []
-    for index, application in enumerate(applications):
-        gradients = [vector[index] for vector in vectors]
-        probe = gradients.pop() if probed else None
-        found.append(replace(application, gradients=gradients, probe=probe))
-    return found

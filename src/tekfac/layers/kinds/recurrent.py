@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.utils.rnn import PackedSequence
+from torch.nn.utils.rnn import PackedSequence, pad_packed_sequence
 
-from tekfac.layers.kinds.base import Application, Call, LayerKind, Part, SequenceRows, with_gradient_of
-from tekfac.layers.kinds.replay import Probes, require_same, with_random_state
+from tekfac.layers.kinds.base import Call, Part, SequenceRows
+from tekfac.layers.kinds.replay import PartUse, Probes, Replay, ReplayedKind
 
 
-class RecurrentKind(LayerKind):
+class RecurrentKind(ReplayedKind):
     """W_ih x_t + b_ih and W_hh h_t + b_hh, for every layer and direction; the gates of a cell stay together."""
 
     def parts(self, module: nn.Module) -> tuple[Part, ...]:
@@ -48,31 +47,15 @@ class RecurrentKind(LayerKind):
             return int(sequences.batch_sizes[0])
         return 1 if sequences.ndim == 2 else int(sequences.shape[0 if module.batch_first else 1])
 
-    def repeats(self, module: nn.Module) -> bool:
-        """Always."""
-        return True
-
     def is_random(self, module: nn.Module) -> bool:
         """With dropout between layers."""
         assert isinstance(module, nn.RNNBase)
         return module.dropout > 0 and module.num_layers > 1 and module.training
 
-    def applications(self, module: nn.Module, call: Call) -> list[Application]:
-        """The call, repeated step by step."""
+    def replay(self, module: nn.Module, call: Call, probes: Probes) -> Replay:
+        """Step by step."""
         assert isinstance(module, nn.RNNBase)
-        probes = Probes()
-        with torch.enable_grad(), with_random_state(call.random_state, call.outputs[0].device):
-            unrolled = _Unrolled(module, call, probes)
-        require_same(module, unrolled.outputs, call)
-        with torch.enable_grad():
-            vectors = probes.gradients(unrolled.outputs, call.vectors)
-        real = None if unrolled.exists is None else unrolled.exists.mT[:, None]
-        applications = [
-            Application(part, SequenceRows(), rows.transpose(0, 1), [], real=real)
-            for part, rows in enumerate(unrolled.inputs)
-        ]
-        samples_first = [[gradient.transpose(0, 1) for gradient in vector] for vector in vectors]
-        return with_gradient_of(applications, samples_first, call.probe is not None)
+        return _Unrolled(module, call, probes)
 
 
 def _suffixes(module: nn.RNNBase) -> list[str]:
@@ -81,66 +64,25 @@ def _suffixes(module: nn.RNNBase) -> list[str]:
     return [f"l{layer}{direction}" for layer in range(module.num_layers) for direction in directions]
 
 
-@dataclass(frozen=True)
-class _Packing:
-    """How packed sequences lie in memory, as indices of a padded [T, N].
-
-    Attributes:
-        steps: the time of every entry.
-        samples: the sample of every entry, in the order of the batch.
-        shape: T and N.
-    """
-
-    steps: Tensor
-    samples: Tensor
-    shape: tuple[int, int]
-
-    @classmethod
-    def of(cls, packed: PackedSequence) -> _Packing:
-        sizes = packed.batch_sizes.tolist()
-        device = packed.data.device
-        steps = torch.cat([torch.full((size,), t, device=device) for t, size in enumerate(sizes)])
-        samples = torch.cat([torch.arange(size, device=device) for size in sizes])
-        if packed.sorted_indices is not None:
-            samples = packed.sorted_indices[samples]
-        return cls(steps, samples, (len(sizes), sizes[0]))
-
-    def padded(self, data: Tensor) -> Tensor:
-        """[entries, d] as [T, N, d]."""
-        return data.new_zeros(*self.shape, *data.shape[1:]).index_put((self.steps, self.samples), data)
-
-    def packed(self, padded: Tensor) -> Tensor:
-        """[T, N, d] as [entries, d]."""
-        return padded[self.steps, self.samples]
-
-
-class _Unrolled:
-    """A call of a recurrent module, step by step; time is axis 0.
-
-    Attributes:
-        inputs: what each part's weight is multiplied with, [T, N, d], in the order of the parts.
-        outputs: what the module returns, as `RecurrentKind.outputs` has it.
-        exists: which steps are there, [T, N], for packed sequences.
-    """
+class _Unrolled(Replay):
+    """A call of a recurrent module, step by step; time is axis 0."""
 
     def __init__(self, module: nn.RNNBase, call: Call, probes: Probes) -> None:
         self._module, self._dtype, self._probes = module, call.dtype, probes
-        self.inputs: list[Tensor] = []
-        self.exists: Tensor | None = None
-        sequences, packing = call.kept["input"], None
-        if isinstance(sequences, PackedSequence):
-            packing = _Packing.of(sequences)
-            x = packing.padded(sequences.data.to(call.dtype))
-            self.exists = packing.padded(torch.ones_like(sequences.data[:, 0], dtype=torch.bool))
-        else:
-            x = sequences.to(call.dtype)
-        unbatched = packing is None and x.ndim == 2
-        turned = packing is None and not unbatched and module.batch_first
+        self._inputs: list[Tensor] = []  # what each part's weight is multiplied with, [T, N, d]
+        self._exists: Tensor | None = None  # which steps are there, [T, N], for packed sequences
+        given = call.kept["input"].to(call.dtype)
+        x, packed = given, isinstance(given, PackedSequence)
+        if packed:
+            x, lengths = pad_packed_sequence(given)
+            self._exists = (torch.arange(len(x))[:, None] < lengths).to(x.device)
+        unbatched = x.ndim == 2
+        turned = module.batch_first and not unbatched and not packed
         if unbatched:
             x = x[:, None]
         elif turned:
             x = x.transpose(0, 1)
-        states = self._initial(call.kept["hx"], x.shape[1], unbatched)
+        states = self._initial(call.kept["hx"], x, unbatched)
         finals: list[tuple[Tensor, ...]] = []
         per_layer = 2 if module.bidirectional else 1
         for layer in range(module.num_layers):
@@ -152,15 +94,28 @@ class _Unrolled:
                 finals.append(final)
             x = torch.cat(gone, dim=-1)
             if layer < module.num_layers - 1 and module.dropout:
-                x = self._dropped(x, packing)
-        if packing is not None:
-            out = packing.packed(x)
-        else:
-            out = x[:, 0] if unbatched else x.transpose(0, 1) if turned else x
+                dropped = F.dropout(self._packed(x, given) if packed else x, module.dropout, module.training)
+                x = pad_packed_sequence(given._replace(data=dropped))[0] if packed else dropped
+        x = x.transpose(0, 1) if turned else x
+        out = self._packed(x, given) if packed else x[:, 0] if unbatched else x
         last = [torch.stack(parts) for parts in zip(*finals, strict=True)]
         self.outputs = [out, *(part[:, 0] if unbatched else part for part in last)]
 
-    def _initial(self, hx: Any, samples: int, unbatched: bool) -> list[tuple[Tensor, ...]]:
+    def uses(self, vectors: Sequence[Sequence[Tensor]]) -> list[PartUse]:
+        """Samples first."""
+        real = None if self._exists is None else self._exists.mT[:, None]
+        return [
+            PartUse(SequenceRows(), rows.transpose(0, 1), [v[part].transpose(0, 1) for v in vectors], real)
+            for part, rows in enumerate(self._inputs)
+        ]
+
+    def _packed(self, x: Tensor, like: PackedSequence) -> Tensor:
+        """[T, N, d] in the layout of packed sequences, [entries, d]."""
+        assert self._exists is not None
+        order = slice(None) if like.sorted_indices is None else like.sorted_indices
+        return x[:, order][self._exists[:, order]]
+
+    def _initial(self, hx: Any, x: Tensor, unbatched: bool) -> list[tuple[Tensor, ...]]:
         """The state of every layer and direction: h, and c for an LSTM."""
         module = self._module
         sizes = [module.proj_size or module.hidden_size]
@@ -168,8 +123,7 @@ class _Unrolled:
             sizes.append(module.hidden_size)
         count = module.num_layers * (2 if module.bidirectional else 1)
         if hx is None:
-            device = next(module.parameters()).device
-            parts = [torch.zeros(count, samples, size, dtype=self._dtype, device=device) for size in sizes]
+            parts = [x.new_zeros(count, x.shape[1], size) for size in sizes]
         else:
             parts = [part.to(self._dtype) for part in (hx if isinstance(hx, tuple | list) else (hx,))]
             parts = [part[:, None] if unbatched else part for part in parts]
@@ -206,22 +160,15 @@ class _Unrolled:
                 unprojected[t] = new[0].detach()
                 new = (F.linear(new[0], projection) + at_output[t], *new[1:])
             outputs[t] = new[0]
-            if self.exists is not None:
-                here = self.exists[t][:, None]
+            if self._exists is not None:
+                here = self._exists[t][:, None]
                 outputs[t] = new[0] * here
                 new = tuple(torch.where(here, now, before) for now, before in zip(new, state, strict=True))
             state = new
-        self.inputs += [x.detach(), torch.stack(seen)]
+        self._inputs += [x.detach(), torch.stack(seen)]
         if projection is not None:
-            self.inputs.append(torch.stack(unprojected))
+            self._inputs.append(torch.stack(unprojected))
         return torch.stack(outputs), state
-
-    def _dropped(self, x: Tensor, packing: _Packing | None) -> Tensor:
-        """Dropout, drawn in the layout in which the module draws it."""
-        dropout, training = self._module.dropout, self._module.training
-        if packing is None:
-            return F.dropout(x, dropout, training)
-        return packing.padded(F.dropout(packing.packed(x), dropout, training))
 
 
 def _cell(mode: str, x: Tensor, h: Tensor, state: tuple[Tensor, ...]) -> tuple[Tensor, ...]:

@@ -9,16 +9,66 @@ wanted, and what came back for the module's outputs is sent through it. It must 
 from __future__ import annotations
 
 import contextlib
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from tekfac.layers.kinds.base import Call, RepetitionError
+from tekfac.layers.kinds.base import Application, Call, LayerKind, RepetitionError, RowForm
 
 TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3}
 """How far, relative to its norm, a repeated output may be off; other precisions: 0.1."""
+
+
+class PartUse(NamedTuple):
+    """What a repeated call shows of one part: an application, with the gradients of all vectors."""
+
+    form: RowForm
+    inputs: Tensor
+    gradients: list[Tensor]
+    real: Tensor | None = None
+
+
+class Replay(ABC):
+    """A call, repeated.
+
+    Attributes:
+        outputs: what the module returns, as `LayerKind.outputs` has it.
+    """
+
+    outputs: Sequence[Tensor]
+
+    @abstractmethod
+    def uses(self, vectors: Sequence[Sequence[Tensor]]) -> list[PartUse]:
+        """Of every part, in their order, given the gradients at all probes for every vector."""
+
+
+class ReplayedKind(LayerKind):
+    """A kind of module whose calls are repeated."""
+
+    @abstractmethod
+    def replay(self, module: nn.Module, call: Call, probes: Probes) -> Replay:
+        """Compute a call once more."""
+
+    def repeats(self, module: nn.Module) -> bool:
+        """Always."""
+        return True
+
+    def applications(self, module: nn.Module, call: Call) -> list[Application]:
+        """Those of the repeated call."""
+        probes = Probes()
+        with torch.enable_grad(), with_random_state(call.random_state, call.outputs[0].device):
+            replay = self.replay(module, call, probes)
+        require_same(module, replay.outputs, call)
+        with torch.enable_grad():
+            vectors = probes.gradients(replay.outputs, call.vectors)
+        found = []
+        for part, (form, inputs, gradients, real) in enumerate(replay.uses(vectors)):
+            probe = None if call.probe is None else gradients.pop()
+            found.append(Application(part, form, inputs, gradients, probe, real))
+        return found
 
 
 def random_state(device: torch.device) -> Any:
