@@ -12,6 +12,7 @@ from framework_examples import assert_same_end, example, without_curvature
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:`torch.jit.script_method` is deprecated:DeprecationWarning",  # the compiler's own import
+    "ignore:Skipping serialization of skipfiles:UserWarning",  # of torch 2.6 about itself
 )
 
 

@@ -129,7 +129,10 @@ def test_cores_are_divided_among_the_processes_unless_somebody_says_how_many_thr
     assert share(free, 1).threads == cores()
 
 
-@pytest.mark.parametrize("variable", THREADS_VARIABLES)
+@pytest.mark.parametrize(
+    "variable",
+    [THREADS_VARIABLES[0], *(pytest.param(name, marks=pytest.mark.slow) for name in THREADS_VARIABLES[1:])],
+)
 def test_a_number_of_threads_in_the_environment_is_respected(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, variable: str
 ) -> None:

@@ -19,6 +19,7 @@ from tekfac.lab.report import Asked, find_runs, write_report
 BROWSER = shutil.which("chromium") or shutil.which("google-chrome")
 if BROWSER is None:
     pytest.skip("no Chromium on PATH: make test-browser installs it", allow_module_level=True)
+pytestmark = pytest.mark.slow
 
 MEASURE = """
 <script>
