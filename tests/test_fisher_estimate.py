@@ -39,6 +39,7 @@ from tekfac import TEKFAC, fisher
 from tekfac.curvature.blocks.dense import DenseBlock
 from tekfac.curvature.blocks.kronecker import KroneckerBlock
 from tekfac.likelihoods import Categorical, Gaussian, Likelihood
+from tekfac.methods import default_settings
 from tekfac.optim.natural_gradient import NaturalGradient
 from training import Batch, assert_identical, backward, cnn, copied, images, mlp, train, vectors
 
@@ -129,7 +130,7 @@ def test_the_default_sharing_is_that_of_the_optimizer(method: type[NaturalGradie
     case = case_of("conv2d", True)
     loader = batched((case.inputs, case.labels))
     default = fisher.estimate(case.model, loader, method=name_of(method))
-    own = method.__signature__.parameters["sharing"].default  # type: ignore[attr-defined]
+    own = default_settings(method.method)["sharing"]
     assert default.metadata["sharing"] == own
     named = fisher.estimate(case.model, loader, method=f"{method.__name__}:{own}")
     assert_close(named["layer"].to_dense(), default["layer"].to_dense())
