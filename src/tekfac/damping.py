@@ -245,9 +245,9 @@ def as_rule(damping: float | DampingRule | None, own_rule: DampingRule) -> Dampi
     )
 
 
-def to_plain(damping: float | DampingRule | None) -> Any:
+def to_plain(damping: Any) -> Any:
     """A damping setting as numbers, strings and dicts."""
-    if damping is None or isinstance(damping, Real):
+    if not isinstance(damping, DampingRule):
         return damping
     name = type(damping).__name__
     if _Named.registry.get(name) is not type(damping):
@@ -255,8 +255,8 @@ def to_plain(damping: float | DampingRule | None) -> Any:
             f"The damping rule {damping!r} cannot be saved: only the rules of tekfac.damping can. Set "
             "param_groups[...]['damping'] to one of them before saving."
         )
-    values = {field.name: getattr(damping, field.name) for field in fields(damping)}  # type: ignore[arg-type]
-    return {"rule": name, **{key: _nested_to_plain(value) for key, value in values.items()}}
+    values = {field.name: to_plain(getattr(damping, field.name)) for field in fields(damping)}  # type: ignore[arg-type]
+    return {"rule": name, **values}
 
 
 def from_plain(plain: Any) -> float | DampingRule | None:
@@ -266,10 +266,6 @@ def from_plain(plain: Any) -> float | DampingRule | None:
     values = dict(plain)
     rule = _Named.registry[values.pop("rule")]
     return rule(**{key: from_plain(value) for key, value in values.items()})  # type: ignore[no-any-return]
-
-
-def _nested_to_plain(value: Any) -> Any:
-    return to_plain(value) if isinstance(value, DampingRule) else value
 
 
 def _require_positive(name: str, value: float) -> None:

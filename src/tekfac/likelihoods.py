@@ -26,8 +26,6 @@ SampledLoss = Callable[[Tensor, torch.Generator], Tensor]
 IGNORED = -100
 """The class index of a target that does not count, as in torch's losses."""
 
-LIKELIHOODS = ("categorical", "bernoulli", "gaussian")
-
 
 class OutputShapeError(ValueError):
     """The model's outputs do not have a shape that the likelihood can read."""
@@ -60,9 +58,12 @@ class Prediction(ABC):
 class Likelihood(ABC):
     """How outputs [N, ...] are read as a distribution."""
 
-    @abstractmethod
     def check(self, outputs: Tensor) -> None:
-        """Raise OutputShapeError where outputs of this shape cannot be read."""
+        """Raise OutputShapeError where outputs of this shape cannot be read: by default a scalar's."""
+        if outputs.ndim < 1:
+            raise OutputShapeError(
+                f"The likelihood {type(self).__name__} got a scalar output. Expected outputs of shape [N, ...]."
+            )
 
     @abstractmethod
     def predict(self, outputs: Tensor, gradient: Tensor) -> Prediction:
@@ -161,12 +162,9 @@ class Categorical(Likelihood):
         else:
             targets = _class_indices(targets, logits)
         total = nn.functional.cross_entropy(logits, targets, reduction="sum")
-        counted = (
-            torch.ones_like(logits[:, 0], dtype=torch.bool)
-            if targets.ndim == logits.ndim
-            else targets != IGNORED
-        )
-        return Losses(total, counted.reshape(len(outputs), -1))
+        terms = logits[:, 0]
+        counted = _all_of(terms) if targets.ndim == logits.ndim else targets.ne(IGNORED).reshape(len(terms), -1)
+        return Losses(total, counted)
 
     def _class_axis_by_targets(self, outputs: Tensor, targets: Tensor | None) -> int:
         if self.class_dim is not None or outputs.ndim == 2:
@@ -260,10 +258,6 @@ class Bernoulli(Likelihood):
     prediction is certain anyway.
     """
 
-    def check(self, outputs: Tensor) -> None:
-        """At least the axis of samples."""
-        _require_batch_axis(outputs, "bernoulli")
-
     def predict(self, outputs: Tensor, gradient: Tensor) -> Prediction:
         """Probabilities of yes."""
         p = _at_least_float32(outputs).sigmoid()
@@ -277,10 +271,9 @@ class Bernoulli(Likelihood):
         if targets is None:
             targets = logits.detach() < 0
         _require_like(outputs, targets)
-        total = nn.functional.binary_cross_entropy_with_logits(
-            logits, targets.to(logits.dtype), reduction="sum"
-        )
-        return Losses(total, torch.ones_like(outputs, dtype=torch.bool).reshape(len(outputs), -1))
+        targets = targets.to(logits.dtype)
+        total = nn.functional.binary_cross_entropy_with_logits(logits, targets, reduction="sum")
+        return Losses(total, _all_of(outputs))
 
 
 @dataclass(frozen=True)
@@ -297,20 +290,15 @@ class Gaussian(Likelihood):
         if not self.variance > 0:
             raise ValueError(f"Invalid variance: {self.variance!r}. Expected a positive number.")
 
-    def check(self, outputs: Tensor) -> None:
-        """At least the axis of samples."""
-        _require_batch_axis(outputs, "gaussian")
-
     def predict(self, outputs: Tensor, gradient: Tensor) -> Prediction:
         """Means, all with the same variance."""
         means = _at_least_float32(outputs)
-        counted = torch.ones(len(outputs), outputs[0].numel(), dtype=torch.bool, device=outputs.device)
         noise = 1 / math.sqrt(self.variance)
 
         def draw(generator: torch.Generator) -> Tensor:
             return noise * torch.randn(means.shape, generator=generator, dtype=means.dtype, device=means.device)
 
-        return _Independent(counted, outputs, torch.full_like(means, 1 / self.variance), draw)
+        return _Independent(_all_of(outputs), outputs, torch.full_like(means, 1 / self.variance), draw)
 
     def losses(self, outputs: Tensor, targets: Tensor | None) -> Losses:
         """|f - y|^2 / (2 variance)."""
@@ -319,7 +307,7 @@ class Gaussian(Likelihood):
             targets = means.detach() + 1
         _require_like(outputs, targets)
         total = (means - targets).square().sum() / (2 * self.variance)
-        return Losses(total, torch.ones_like(outputs, dtype=torch.bool).reshape(len(outputs), -1))
+        return Losses(total, _all_of(outputs))
 
 
 @dataclass(frozen=True)
@@ -357,10 +345,6 @@ class Custom(Likelihood):
 
     sampled_loss: SampledLoss
 
-    def check(self, outputs: Tensor) -> None:
-        """At least the axis of samples."""
-        _require_batch_axis(outputs, "callable")
-
     def predict(self, outputs: Tensor, gradient: Tensor) -> Prediction:
         """Everything counts. A trial draw, with a generator of its own, tells the number of terms."""
         with torch.no_grad():
@@ -377,9 +361,8 @@ class Custom(Likelihood):
                 f"The likelihood callable returned losses of shape {list(losses.shape)} for {len(outputs)} "
                 "samples. Expected a scalar, or [N, ...] with one number per term."
             )
-        terms = losses.numel() // len(outputs) if losses.ndim else 1
-        counted = torch.ones(len(outputs), terms, dtype=torch.bool, device=outputs.device)
-        return _Drawn(counted, outputs, self.sampled_loss)
+        terms = losses if losses.ndim else losses.expand(len(outputs))
+        return _Drawn(_all_of(terms), outputs, self.sampled_loss)
 
 
 @dataclass(frozen=True)
@@ -401,32 +384,25 @@ class _Drawn(Prediction):
         )
 
 
-def as_likelihood(
-    likelihood: str | Likelihood | SampledLoss,
-) -> Likelihood:
+LIKELIHOODS: dict[str, Likelihood] = {
+    "categorical": Categorical(),
+    "bernoulli": Bernoulli(),
+    "gaussian": Gaussian(),
+}
+
+
+def as_likelihood(likelihood: str | Likelihood | SampledLoss) -> Likelihood:
     """The likelihood that a setting names."""
     if isinstance(likelihood, Likelihood):
         return likelihood
-    named: dict[str, type[Categorical | Bernoulli | Gaussian]] = {
-        "categorical": Categorical,
-        "bernoulli": Bernoulli,
-        "gaussian": Gaussian,
-    }
-    if isinstance(likelihood, str) and likelihood in named:
-        return named[likelihood]()
+    if isinstance(likelihood, str) and likelihood in LIKELIHOODS:
+        return LIKELIHOODS[likelihood]
     if callable(likelihood) and not isinstance(likelihood, type):
         return Custom(likelihood)
     raise ValueError(
         f"Unknown likelihood: {likelihood!r}. Expected one of {', '.join(LIKELIHOODS)}, a "
         "tekfac.likelihoods.Likelihood, or a callable (outputs, generator) -> losses of drawn labels."
     )
-
-
-def _require_batch_axis(outputs: Tensor, name: str) -> None:
-    if outputs.ndim < 1:
-        raise OutputShapeError(
-            f"The {name} likelihood got a scalar output. Expected outputs of shape [N, ...]."
-        )
 
 
 def _require_probabilities(targets: Tensor) -> None:
@@ -469,6 +445,11 @@ def _require_like(outputs: Tensor, targets: Tensor) -> None:
             f"Got targets of shape {list(targets.shape)} for outputs of shape {list(outputs.shape)}. Expected "
             "the same shape."
         )
+
+
+def _all_of(terms: Tensor) -> Tensor:
+    """That every term [N, ...] counts, [N, P]."""
+    return torch.ones_like(terms, dtype=torch.bool).reshape(len(terms), -1)
 
 
 def _at_least_float32(outputs: Tensor) -> Tensor:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Unpack
 
 import torch
@@ -90,7 +91,7 @@ def compare(
             if truth is not None:
                 gradient = survey.gradients.get(layer.name)
                 rows[layer.name] = _rows(truth, candidates, gradient, damping, spectra)
-                truths[layer.name] = truth.without_block()
+                truths[layer.name] = replace(truth, block=None)
             del truth, candidates  # before the next block is formed
     in_order = tuple(row for plan in plans for row in rows[plan.name])
     how = {**metadata_of(model, options), **survey.count.plain(), "confidence": confidence, "probes": probes}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -49,10 +49,6 @@ class LayerTruth:
     squared_norm: Interval
     eigenvalues: Tensor | None
     block: Block | None
-
-    def without_block(self) -> LayerTruth:
-        """What is kept of it."""
-        return replace(self, block=None)
 
 
 @dataclass(frozen=True)

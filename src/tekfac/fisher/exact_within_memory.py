@@ -47,14 +47,10 @@ class Candidate:
         return cls(approximation.label, KroneckerBlock(layer.shape, squares.basis, diagonal), theta)
 
     @property
-    def inner(self) -> float:
-        """<F, F_hat> = sum(S * Theta)."""
-        return float((self.block.rescaling.double() * self.theta).sum())
-
-    @property
     def known(self) -> float:
-        """|F_hat|^2 - 2 <F, F_hat>: what the squared error has beside |F|^2."""
-        return float(self.block.rescaling.double().square().sum()) - 2 * self.inner
+        """|F_hat|^2 - 2 <F, F_hat> = |S|^2 - 2 sum(S * Theta): what the squared error has beside |F|^2."""
+        rescaling = self.block.rescaling.double()
+        return float(rescaling.square().sum()) - 2 * float((rescaling * self.theta).sum())
 
 
 @dataclass(frozen=True)

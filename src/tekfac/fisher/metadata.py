@@ -18,25 +18,15 @@ from tekfac.fisher.options import Options
 from tekfac.likelihoods import Custom
 from tekfac.version import __version__
 
+WITHOUT_EFFECT = ("layers", "memory_budget", "progress")
+"""Options that a block does not depend on."""
+
 
 def metadata_of(model: nn.Module, options: Options) -> dict[str, Any]:
     """The options that matter to the result, a hash of the model, and the versions."""
-    return {
-        "fisher": options.fisher,
-        "likelihood": _in_words(options.likelihood),
-        "loss": None if options.loss is None else _in_words(options.loss),
-        "outputs": None if options.outputs is None else _in_words(options.outputs),
-        "loss_reduction": options.loss_reduction,
-        "batch_dim": options.batch_dim,
-        "padding_mask": None if options.padding_mask is None else _in_words(options.padding_mask),
-        "max_dim": options.max_dim,
-        "large_dims": options.large_dims,
-        "curvature_dtype": None if options.curvature_dtype is None else str(options.curvature_dtype),
-        "seed": options.seed,
-        "model": fingerprint(model),
-        "tekfac": __version__,
-        "torch": torch.__version__,
-    }
+    chosen = {name: value for name, value in vars(options).items() if name not in WITHOUT_EFFECT}
+    plain = {k: v if v is None or isinstance(v, int) else _in_words(v) for k, v in chosen.items()}
+    return {**plain, "model": fingerprint(model), "tekfac": __version__, "torch": torch.__version__}
 
 
 def fingerprint(model: nn.Module) -> str:
@@ -72,7 +62,7 @@ def _in_words(value: object) -> str:
     if inspect.ismethod(value):
         return f"{_in_words(value.__func__)} of {type(value.__self__).__qualname__}"
     if inspect.isfunction(value):
-        cells = [cell.cell_contents for cell in value.__closure__ or () if not _is_empty(cell)]
+        cells = [cell.cell_contents for cell in value.__closure__ or () if cell != CellType()]
         parts = [value.__defaults__, value.__kwdefaults__, [c for c in cells if not isinstance(c, nn.Module)]]
         digest = hashlib.sha256(_code(value.__code__) + _values_in_words(parts).encode()).hexdigest()[:8]
         return f"{value.__module__}.{value.__qualname__}#{digest}"
@@ -100,14 +90,6 @@ def _code(code: CodeType) -> bytes:
             plain = sorted(map(repr, constant)) if isinstance(constant, frozenset) else constant
             constants.append(repr(plain).encode())
     return b"|".join([code.co_code, " ".join(code.co_names).encode(), *constants])
-
-
-def _is_empty(cell: CellType) -> bool:
-    try:
-        cell.cell_contents  # noqa: B018
-    except ValueError:
-        return True
-    return False
 
 
 def _without_addresses(text: str) -> str:

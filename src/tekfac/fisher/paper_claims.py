@@ -9,7 +9,8 @@ docs/mathematics.md, section 9.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import median
 from typing import Literal
@@ -53,21 +54,17 @@ def findings(comparisons: Sequence[Comparison]) -> list[Finding]:
     """The claims about the approximations that were compared."""
     compared = comparisons[0].compared
     found = []
-    for product, corrected in _pairs(compared):
+    for product, corrected in itertools.product(compared, repeat=2):
         same_basis = product.factor_choice == corrected.factor_choice
         if same_basis and corrected.corrected and not product.corrected:
             found.append(_theorem(comparisons, product, corrected))
     found += [_identity(comparisons, approximation) for approximation in compared if approximation.keeps_trace]
-    for plain, restricted in _pairs(compared):
+    for plain, restricted in itertools.product(compared, repeat=2):
         same_diagonal = plain.corrected == restricted.corrected
         kinds = plain.method.factors.trace_restricted, restricted.method.factors.trace_restricted
         if same_diagonal and kinds == (False, True):
             found.append(_no_theorem(comparisons, plain, restricted))
     return found
-
-
-def _pairs(compared: Sequence[Approximation]) -> Iterator[tuple[Approximation, Approximation]]:
-    return ((first, second) for first in compared for second in compared)
 
 
 def _rows_of(comparisons: Sequence[Comparison], *approximations: Approximation) -> list[tuple[Row, ...]]:

@@ -13,32 +13,21 @@ from tekfac.layers.kinds.linear import LinearKind
 from tekfac.layers.kinds.norm import BATCH_NORM, GROUP_NORM, INSTANCE_NORM, LAYER_NORM, RMS_NORM, UnitKind
 from tekfac.layers.kinds.recurrent import RecurrentKind
 
-_CONVOLUTION = ConvolutionKind()
-_TRANSPOSED = TransposedConvolutionKind(layout="input first")
-_RECURRENT = RecurrentKind()
-
 _KINDS: dict[type[nn.Module] | str, LayerKind] = {
     nn.Linear: LinearKind(),
-    nn.Conv1d: _CONVOLUTION,
-    nn.Conv2d: _CONVOLUTION,
-    nn.Conv3d: _CONVOLUTION,
-    nn.ConvTranspose1d: _TRANSPOSED,
-    nn.ConvTranspose2d: _TRANSPOSED,
-    nn.ConvTranspose3d: _TRANSPOSED,
+    **dict.fromkeys((nn.Conv1d, nn.Conv2d, nn.Conv3d), ConvolutionKind()),
+    **dict.fromkeys(
+        (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d),
+        TransposedConvolutionKind(layout="input first"),
+    ),
     nn.Embedding: TableKind(),
     nn.MultiheadAttention: AttentionKind(),
-    nn.RNN: _RECURRENT,
-    nn.LSTM: _RECURRENT,
-    nn.GRU: _RECURRENT,
+    **dict.fromkeys((nn.RNN, nn.LSTM, nn.GRU), RecurrentKind()),
     nn.LayerNorm: LAYER_NORM,
     nn.RMSNorm: RMS_NORM,
     nn.GroupNorm: GROUP_NORM,
-    nn.BatchNorm1d: BATCH_NORM,
-    nn.BatchNorm2d: BATCH_NORM,
-    nn.BatchNorm3d: BATCH_NORM,
-    nn.InstanceNorm1d: INSTANCE_NORM,
-    nn.InstanceNorm2d: INSTANCE_NORM,
-    nn.InstanceNorm3d: INSTANCE_NORM,
+    **dict.fromkeys((nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d), BATCH_NORM),
+    **dict.fromkeys((nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d), INSTANCE_NORM),
 }
 
 

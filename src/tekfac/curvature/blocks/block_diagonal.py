@@ -54,9 +54,6 @@ class BlockDiagonal(Mapping[str, AnyBlock], Generic[AnyBlock]):
     def __len__(self) -> int:
         return len(self._blocks)
 
-    def __contains__(self, name: object) -> bool:
-        return name in self._blocks
-
     def __repr__(self) -> str:
         blocks = ", ".join(f"{name!r}: {type(b).__name__} of {b.size} rows" for name, b in self.items())
         return f"BlockDiagonal({{{blocks}}})"

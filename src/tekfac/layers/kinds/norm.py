@@ -35,12 +35,10 @@ class UnitKind(SimpleKind):
 
     def applications(self, module: nn.Module, call: Call) -> list[Application]:
         """The only one, of the normalised input: normalised as a whole batch, as the module did."""
-        gradients = [arrived.to(call.dtype) for (arrived,) in call.gradients if arrived is not None]
-        probe = None if call.probe is None else call.probe[0]
         inputs: Tensor = call.kept["input"].to(call.dtype)
         if self.normalise is not None:
             inputs = self.normalise(module, inputs)
-        return [Application(0, self.form(module), inputs, gradients, probe)]
+        return super().applications(module, replace(call, kept={"input": inputs}))
 
     def form(self, module: nn.Module) -> RowForm:
         """Gradients as rows."""
