@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 import logging
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,13 +16,14 @@ from torch import Tensor
 from tekfac.capture.sampling import Sampling
 from tekfac.common.data_hash import DataHash
 from tekfac.fisher import tensor_files
+from tekfac.fisher.collectors import Collectors
 
 logger = logging.getLogger("tekfac")
 
 KIND = "an unfinished survey"
 
 
-@dataclass
+@dataclass(frozen=True)
 class Count:
     """What a pass over the data has seen.
 
@@ -43,23 +44,7 @@ class Count:
         return {"samples": self.samples, "terms": self.terms}
 
 
-@runtime_checkable
-class HasState(Protocol):
-    """What can be put away and taken up again."""
-
-    def state(self) -> dict[str, Tensor]:
-        """As tensors."""
-        ...
-
-    def load(self, state: Mapping[str, Tensor]) -> None:
-        """From these."""
-        ...
-
-
-Collectors = Mapping[str, Sequence[HasState]]
-
-
-@dataclass
+@dataclass(frozen=True)
 class Record:
     """How far a pass has come.
 
@@ -100,12 +85,11 @@ class Checkpoint:
         if self._path.exists():
             self._read()
 
-    def record(self, title: str) -> Record | None:
-        """How far the pass had come, if it had begun."""
-        return self._records.get(title)
-
-    def restore(self, title: str, collectors: Collectors, sampling: Sampling, device: torch.device) -> None:
-        """Put what was summed up in the pass back into its collectors."""
+    def take_up(self, title: str, collectors: Collectors, sampling: Sampling, device: torch.device) -> Record:
+        """How far a pass had come; what was summed up in it is put back into its collectors."""
+        record = self._records.get(title)
+        if record is None:
+            return Record()
         states: dict[tuple[str, int], dict[str, Tensor]] = {}
         for key, tensor in self._tensors.items():
             of_pass, name, index, part = json.loads(key)
@@ -115,28 +99,20 @@ class Checkpoint:
             for index, collector in enumerate(own):
                 if (name, index) in states:
                     collector.load(states[name, index])
-        if self._sampling is not None and not self._records[title].complete:
+        if self._sampling is not None and not record.complete:
             sampling.load(self._sampling)
-        count = self._records[title].count
-        logger.info("%s: taken up after %d batch(es) from %s.", title, count.batches, self._path)
+        logger.info("%s: taken up after %d batch(es) from %s.", title, record.count.batches, self._path)
+        return record
 
-    def note(
-        self, title: str, count: Count, seen: Iterable[str], collectors: Collectors, sampling: Sampling
-    ) -> None:
-        """One more batch is done; write the file if it is time to."""
-        record = self._records.setdefault(title, Record())
-        record.count, record.seen = count, sorted(seen)
-        if time.monotonic() - self._written >= self._seconds:
+    def note(self, title: str, record: Record, collectors: Collectors, sampling: Sampling) -> None:
+        """Note how far a pass has come; write the file at its end, or if it is time to."""
+        self._records[title] = record
+        if record.complete or time.monotonic() - self._written >= self._seconds:
             self._write(title, collectors, sampling)
 
-    def finish(self, title: str, collectors: Collectors, sampling: Sampling) -> None:
-        """The pass has come to its end."""
-        self._records[title].complete = True
-        self._write(title, collectors, sampling)
-
-    def require_same_data(self, title: str, seen: DataHash) -> None:
+    def require_same_data(self, record: Record, seen: DataHash) -> None:
         """Raise ValueError where what the loader gave is not what the pass had seen."""
-        if seen != self._records[title].count.data:
+        if seen != record.count.data:
             raise ValueError(
                 f"{self._path} cannot be taken up: the loader gives other data, or another order, than when it "
                 "was written. Use a loader that does not shuffle or augment, or remove the file to start anew."

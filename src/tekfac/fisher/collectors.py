@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 
 import torch
@@ -15,7 +16,27 @@ from tekfac.layers.batch import LayerBatch
 from tekfac.layers.rows import samples_within
 
 
-class FactorSums:
+class Collector(ABC):
+    """Something that is summed up over a data set, for one layer."""
+
+    @abstractmethod
+    def add(self, batches: Sequence[LayerBatch]) -> None:
+        """Take in what the layer saw in one batch of the data."""
+
+    def state(self) -> dict[str, Tensor]:
+        """What was summed up so far; nothing, for what is not taken up again."""
+        return {}
+
+    def load(self, state: Mapping[str, Tensor]) -> None:
+        """Go on from a state."""
+        raise NotImplementedError(f"{type(self).__name__} has no state.")
+
+
+Collectors = Mapping[str, Sequence[Collector]]
+"""By layer name."""
+
+
+class FactorSums(Collector):
     """The sums that Kronecker factors are made of."""
 
     def __init__(self, rule: FactorRule, sharing: str, memory_budget: int) -> None:
@@ -47,7 +68,7 @@ class FactorSums:
         self._total = MomentSums(state["input"].clone(), state["output"].clone(), state.get("input_count"))
 
 
-class SquareSums:
+class SquareSums(Collector):
     """The sum of squared gradients in a basis, which Theta is the mean of.
 
     Attributes:
@@ -83,7 +104,7 @@ class SquareSums:
         self.basis = Eigenbasis(**basis)
 
 
-class DenseSum:
+class DenseSum(Collector):
     """The exact block as a matrix."""
 
     def __init__(self, memory_budget: int) -> None:
@@ -105,7 +126,7 @@ class DenseSum:
         return total.div_(num_terms)
 
 
-class RowList:
+class RowList(Collector):
     """All gradients of all samples and columns: the rows J with F = J^T J / M."""
 
     def __init__(self, num_rows: int, memory_budget: int) -> None:
@@ -128,7 +149,7 @@ class RowList:
         return self._rows
 
 
-class ProbeProducts:
+class ProbeProducts(Collector):
     """F v for some fixed vectors v, without F.
 
     Attributes:
@@ -151,7 +172,7 @@ class ProbeProducts:
         return self._total / num_terms
 
 
-class RowCount:
+class RowCount(Collector):
     """How many rows J would have.
 
     Attributes:

@@ -22,12 +22,12 @@ from torch import Tensor, nn
 from tekfac import methods
 from tekfac.curvature.blocks.dense import DenseBlock
 from tekfac.fisher.approximation import Approximation
-from tekfac.fisher.collectors import FactorSums, RowCount, SquareSums
+from tekfac.fisher.collectors import Collector, FactorSums, RowCount, SquareSums
 from tekfac.fisher.comparison_table import Comparison, Interval, LayerTruth, Row
 from tekfac.fisher.exact_within_memory import Budgets, Candidate, Job, Plan, packed
 from tekfac.fisher.metadata import metadata_of
 from tekfac.fisher.options import Keywords, Options, resolve
-from tekfac.fisher.survey import Collector, Survey
+from tekfac.fisher.survey import Survey
 
 DEFAULT_PROBES = 64
 FEWEST_PROBES = 8

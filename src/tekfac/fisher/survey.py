@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -18,24 +18,16 @@ from tekfac.capture.capture import Capture
 from tekfac.common.console import track
 from tekfac.common.data_hash import DataHash, is_empty, map_tensors
 from tekfac.curvature.layer_curvature import NonFiniteStatisticsError
-from tekfac.fisher.checkpoint import Checkpoint, Count, HasState
+from tekfac.fisher.checkpoint import Checkpoint, Count, Record
+from tekfac.fisher.collectors import Collectors
 from tekfac.fisher.loaders import require_loader
 from tekfac.fisher.losses import BatchLosses
 from tekfac.fisher.options import Options
-from tekfac.layers.batch import LayerBatch
 from tekfac.layers.inventory import take_inventory
 from tekfac.layers.layer import Layer
 from tekfac.layers.registry import supported_types
 
 logger = logging.getLogger("tekfac")
-
-
-class Collector(Protocol):
-    """Something that is summed up over a data set, for one layer. To be resumed it needs a state, too."""
-
-    def add(self, batches: Sequence[LayerBatch]) -> None:
-        """Take in what the layer saw in one batch of the data."""
-        ...
 
 
 class Survey:
@@ -63,9 +55,7 @@ class Survey:
         self.gradients: dict[str, Tensor] = {}
         self.count = Count()
 
-    def run(
-        self, title: str, collectors: Mapping[str, Sequence[Collector]], *, gradient: bool = False
-    ) -> list[str]:
+    def run(self, title: str, collectors: Collectors, *, gradient: bool = False) -> list[str]:
         """One pass over the data.
 
         Args:
@@ -80,62 +70,36 @@ class Survey:
             ValueError: for a loader that is empty, or that gave other data than in the pass before, and for
                 outputs that are not finite.
         """
-        before, self.count = self.count, Count()
+        before = self.count
         self._passes += 1
         with self._watching() as capture:
-            seen = self._taken_up(title, collectors, capture)
-            if seen is None:
-                seen = self._pass(title, collectors, capture, gradient)
+            seen = self._pass(title, collectors, capture, gradient)
         self._check(title, before, seen)
         return [name for name in collectors if name in seen]
 
-    def _pass(
-        self,
-        title: str,
-        collectors: Mapping[str, Sequence[Collector]],
-        capture: Capture,
-        gradient: bool,
-    ) -> set[str]:
-        """Go over the data, from where an earlier pass stopped; the layers that were seen."""
-        checkpoint, done = self.checkpoint, self.count.batches
-        record = None if checkpoint is None else checkpoint.record(title)
-        seen = set() if record is None else set(record.seen)
-        resumable = _resumable(collectors)
-        skipped = DataHash()
+    def _pass(self, title: str, collectors: Collectors, capture: Capture, gradient: bool) -> set[str]:
+        """Go over the data, from where an interrupted pass stopped; the layers that were seen."""
+        checkpoint, record = self.checkpoint, Record()
+        if checkpoint is not None:
+            record = checkpoint.take_up(title, collectors, capture.sampling, self._device)
+        self.count, seen = record.count, set(record.seen)
+        done, skipped = record.count.batches, DataHash()
         for index, batch in enumerate(self._batches(title)):
-            if index < done:
+            if index < done or record.complete:
                 skipped = skipped.then(batch)
                 continue
-            if checkpoint is not None and record is not None and index == done:
-                checkpoint.require_same_data(title, skipped)
+            if checkpoint is not None and index == done:
+                checkpoint.require_same_data(record, skipped)
             seen |= self._collect(capture, batch, index, collectors, gradient)
             if checkpoint is not None:
-                checkpoint.note(title, self.count, seen, resumable, capture.sampling)
-        if checkpoint is not None and self.count.batches:
-            if record is not None and self.count.batches == done:
-                checkpoint.require_same_data(title, skipped)
-            checkpoint.finish(title, resumable, capture.sampling)
+                checkpoint.note(title, Record(self.count, sorted(seen)), collectors, capture.sampling)
+        if checkpoint is not None and self.count.batches == done:
+            checkpoint.require_same_data(record, skipped)
+        if checkpoint is not None and self.count.batches and not record.complete:
+            checkpoint.note(title, Record(self.count, sorted(seen), True), collectors, capture.sampling)
         if gradient:
             self.gradients = {name: total / max(1, self.count.terms) for name, total in self.gradients.items()}
         return seen
-
-    def _taken_up(
-        self, title: str, collectors: Mapping[str, Sequence[Collector]], capture: Capture
-    ) -> set[str] | None:
-        """Put back what an interrupted survey had; the layers it saw, if this pass was complete."""
-        record = None if self.checkpoint is None else self.checkpoint.record(title)
-        if self.checkpoint is None or record is None:
-            return None
-        device = next(self._model.parameters()).device
-        self.checkpoint.restore(title, _resumable(collectors), capture.sampling, device)
-        self.count = record.count
-        if not record.complete:
-            return None
-        seen = DataHash()
-        for batch in self._batches(title):
-            seen = seen.then(batch)
-        self.checkpoint.require_same_data(title, seen)
-        return set(record.seen)
 
     def _batches(self, title: str) -> Iterator[Any]:
         """The batches of the data that are not empty, behind a progress bar if there is to be one."""
@@ -145,12 +109,7 @@ class Survey:
     # -- one batch ---------------------------------------------------------------------------------------
 
     def _collect(
-        self,
-        capture: Capture,
-        batch: Any,
-        index: int,
-        collectors: Mapping[str, Sequence[Collector]],
-        gradient: bool,
+        self, capture: Capture, batch: Any, index: int, collectors: Collectors, gradient: bool
     ) -> set[str]:
         """Hand what each layer saw of a batch to its collectors; the layers that saw something."""
         capture.clear()
@@ -174,9 +133,8 @@ class Survey:
     def _send(self, capture: Capture, batch: Any, index: int, gradient: bool) -> None:
         """Forward and backward pass of a batch; the gradient of the loss, if asked for, is added up."""
         options = self._options
-        device = next(self._model.parameters()).device
         with torch.inference_mode(False), torch.enable_grad():
-            loss = self._losses.of(map_tensors(batch, lambda tensor: _usable(tensor, device)), capture)
+            loss = self._losses.of(map_tensors(batch, self._usable), capture)
             capture.counted = loss.counted
             parameters = [p for layer in self.layers.values() for p in layer.parameters if p.requires_grad]
             if not parameters or (not loss.value.requires_grad and loss.counted is None):
@@ -211,6 +169,14 @@ class Survey:
                 bias = None if layer.bias is None else gradients.get(layer.bias)
                 total = layer.to_matrix(weight, bias).double() * terms
                 self.gradients[name] = total + self.gradients.get(name, 0)
+
+    @property
+    def _device(self) -> torch.device:
+        return next(self._model.parameters()).device
+
+    def _usable(self, tensor: Tensor) -> Tensor:
+        """The tensor on the model's device, in a form that autograd takes."""
+        return (tensor.clone() if tensor.is_inference() else tensor).to(self._device)
 
     # -- around a pass -----------------------------------------------------------------------------------
 
@@ -257,10 +223,6 @@ class Survey:
             )
 
 
-def _resumable(collectors: Mapping[str, Sequence[Collector]]) -> dict[str, list[HasState]]:
-    return {name: [own for own in owns if isinstance(own, HasState)] for name, owns in collectors.items()}
-
-
 def _chosen_layers(model: nn.Module, options: Options) -> dict[str, Layer]:
     """The layers to look at; what has no block is named in the log.
 
@@ -294,8 +256,3 @@ def _chosen_layers(model: nn.Module, options: Options) -> dict[str, Layer]:
         share = sum(p.numel() for p in covered) / max(1, sum(p.numel() for p in model.parameters()))
         logger.info("The blocks cover %.0f%% of the parameters. Without: %s.", 100 * share, ", ".join(others))
     return layers
-
-
-def _usable(tensor: Tensor, device: torch.device) -> Tensor:
-    """The tensor on the model's device, in a form that autograd takes."""
-    return (tensor.clone() if tensor.is_inference() else tensor).to(device)
