@@ -90,7 +90,7 @@ def test_the_sweep_among_the_examples_has_settings_that_every_method_takes() -> 
     assert len(plan.points) == 16
     for point in plan.points:
         (config,) = plan.configs(point)
-        optimizers.build(config.optimizer, Model(), lr=config.lr, options=config.options)
+        optimizers.build(config, Model())
 
 
 def test_every_link_between_pages_leads_somewhere() -> None:

@@ -18,8 +18,8 @@ import torch
 
 from lab_data import draw
 from tekfac.lab import training
-from tekfac.lab.clock import PARTS
 from tekfac.lab.config import RunConfig
+from tekfac.lab.counting import PARTS
 from tekfac.lab.interruption import Interrupted, Interruption
 from tekfac.lab.optimizers import FACTORIES, NATURAL
 from tekfac.lab.run_folder import RunFolder, read_plain

@@ -40,7 +40,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     told = "settings that did best in a finished sweep"
     parser.add_argument("--tuned", type=Path, metavar="SWEEP", help=told)
     add_target(parser)
-    run_arguments.add_jobs(parser)
     run_arguments.add_manner(parser, "comparison")
     parser.set_defaults(run=run)
 

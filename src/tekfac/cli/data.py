@@ -54,11 +54,8 @@ def run_list(options: argparse.Namespace) -> None:
         train, test = (f"{count:,}" if count else "" for count in known.counts)
         classes = str(len(known.classes) or "")
         table.add_row(known.name, classes, train, test, _here(known), known.about)
-    console = output()
-    console.print(table)
-    console.print(
-        f"Official sets are looked for in {default_folder(DIGITS.name)}.", soft_wrap=True, markup=False
-    )
+    output().print(table)
+    _say(f"Official sets are looked for in {default_folder(DIGITS.name)}.")
 
 
 def run_check(options: argparse.Namespace) -> None:
@@ -78,7 +75,7 @@ def run_check(options: argparse.Namespace) -> None:
 def run_fetch(options: argparse.Namespace) -> None:
     """Fetch a data set and say where it is."""
     folder = fetch(options.name, options.to, layout=options.layout, mirror=options.mirror, quiet=options.quiet)
-    output().print(f"{options.name} is complete in {folder}", soft_wrap=True, markup=False)
+    _say(f"{options.name} is complete in {folder}")
 
 
 def _here(known: Known) -> str:
@@ -91,21 +88,24 @@ def _here(known: Known) -> str:
 
 
 def _print(finding: SetFinding) -> None:
-    console = output()
     counts = f"{finding.train:,} + {finding.test:,} images"
     line = f"{finding.name} ({finding.kind}) in {finding.folder}: {finding.state}, {counts}"
-    console.print(line, style=COLOURS[finding.state], soft_wrap=True, markup=False)
+    _say(line, COLOURS[finding.state])
     if finding.message:
-        console.print(f"  {finding.message}", soft_wrap=True, markup=False)
+        _say(f"  {finding.message}")
     if finding.files:
         table = _table("file", "state", "images", "checksum")
         for file in finding.files:
             images = f"{file.images:,}" if file.images else ""
             table.add_row(file.name, file.state, images, file.checksum, style=COLOURS[file.state])
-        console.print(table)
+        output().print(table)
     for file in finding.files:
         if file.message:
-            console.print(f"  {file.name}: {file.message}", soft_wrap=True, markup=False)
+            _say(f"  {file.name}: {file.message}")
+
+
+def _say(text: str, style: str | None = None) -> None:
+    output().print(text, style=style, soft_wrap=True, markup=False)
 
 
 def _table(*columns: str) -> Any:

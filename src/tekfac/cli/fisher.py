@@ -14,7 +14,7 @@ from torch import nn
 
 from tekfac.capture.measurement import FISHER_KINDS
 from tekfac.cli import fisher_demo
-from tekfac.cli.fisher_sources import Limited, batches, distinct, load_state
+from tekfac.cli.fisher_sources import Limited, distinct, load_state
 from tekfac.cli.model_arguments import FUNCTION, add_images, add_model, made
 from tekfac.cli.parsing import add_out, positive
 from tekfac.common.extras import require
@@ -148,7 +148,8 @@ def _check_heat_map(options: argparse.Namespace, model: nn.Module) -> None:
 
 def _data(options: argparse.Namespace) -> Iterable[Any]:
     if options.data is None:
-        return batches(*read_digits(), size=128)
+        images, labels = read_digits()
+        return list(zip(torch.split(images, 128), torch.split(labels, 128), strict=True))
     loader = find_function(options.data, "--data")()
     if isinstance(loader, Iterator) or not isinstance(loader, Iterable):
         raise ValueError(
@@ -186,14 +187,8 @@ def _write_numbers(
 ) -> list[str]:
     rows = [{"point": point, **row.plain()} for point, c in comparisons.items() for row in c.rows]
     write_csv(options.out / "comparison.csv", rows)
-    claims = [
-        {"kind": f.kind, "claim": f.claim, "held": f.held, "cases": f.cases, "margin": f.margin} for f in found
-    ]
-    plain = {
-        "command": options.command_line,
-        "findings": claims,
-        "points": {point: comparison.plain() for point, comparison in comparisons.items()},
-    }
+    points = {point: comparison.plain() for point, comparison in comparisons.items()}
+    plain = {"command": options.command_line, "findings": list(map(vars, found)), "points": points}
     write_json(options.out / "comparison.json", plain)
     table = [f"{point}\n\n{comparison}\n" for point, comparison in comparisons.items()]
     text = "\n".join([*table, *map(str, found)])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -49,7 +50,7 @@ def load_state(model: nn.Module, path: str | Path) -> None:
 class Limited:
     """A loader cut off after some samples, its floating-point tensors cast."""
 
-    def __init__(self, loader: Iterable[Any], samples: int | None, dtype: torch.dtype) -> None:
+    def __init__(self, loader: Iterable[Any], samples: int, dtype: torch.dtype) -> None:
         self._loader = loader
         self._samples = samples
         self._dtype = dtype
@@ -58,12 +59,10 @@ class Limited:
         left = self._samples
         for batch in self._loader:
             size = length(batch)
-            if left is not None and size > left:
-                batch = map_tensors(batch, lambda tensor, n=size, count=left: _first(tensor, n, count))  # type: ignore[misc]
-            if left is not None:
-                left -= size
-            yield map_tensors(batch, self._cast)
-            if left is not None and left <= 0:
+            kept = map_tensors(batch, partial(_first, size=size, count=left)) if size > left else batch
+            yield map_tensors(kept, self._cast)
+            left -= size
+            if left <= 0:
                 return
 
     def _cast(self, tensor: Tensor) -> Tensor:
@@ -73,11 +72,6 @@ class Limited:
 def _first(tensor: Tensor, size: int, count: int) -> Tensor:
     """The first samples, of tensors that have one row per sample."""
     return tensor[:count] if tensor.ndim and len(tensor) == size else tensor
-
-
-def batches(images: Tensor, labels: Tensor, size: int) -> list[tuple[Tensor, Tensor]]:
-    """Images and labels in batches."""
-    return list(zip(torch.split(images, size), torch.split(labels, size), strict=True))
 
 
 def distinct(paths: Sequence[str]) -> list[str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import tomllib
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -99,15 +100,11 @@ def positive(text: str) -> int:
 
 def count_or_share(text: str) -> int | float:
     """A whole number, or a share below 1."""
-    try:
+    with suppress(ValueError):
         return int(text)
-    except ValueError:
-        pass
-    try:
+    with suppress(ValueError):
         if 0 <= (share := float(text)) < 1:
             return share
-    except ValueError:
-        pass
     raise argparse.ArgumentTypeError(f"{text!r} is neither a whole number nor a share below 1")
 
 

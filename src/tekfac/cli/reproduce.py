@@ -47,7 +47,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     told = "the best of five settings for every optimizer, not the paper's (default: in the small scale)"
     parser.add_argument("--tune", action=argparse.BooleanOptionalAction, help=told)
     run_arguments.add_optimizers(parser, "3")
-    run_arguments.add_jobs(parser)
     run_arguments.add_manner(parser, "reproduction")
     parser.set_defaults(run=run)
 

@@ -47,10 +47,13 @@ def add_task(parser: argparse.ArgumentParser, held_back: str = str(RunConfig.hel
     task.add_argument("--recipe", choices=RECIPES, help=f"{told} (default: start)")
 
 
-def add_manner(parser: argparse.ArgumentParser, default_out: str) -> None:
+def add_manner(parser: argparse.ArgumentParser, default_out: str, *, many: bool = True) -> None:
     """Where and how the runs are computed."""
     manner = parser.add_argument_group("where and how")
     add_out(manner, default_out)
+    if many:
+        told = "runs at a time (default: one per core on the CPU, one on other devices)"
+        manner.add_argument("--jobs", type=int, help=told)
     manner.add_argument("--device", help="cuda, mps, cpu (default: the first of these that there is)")
     manner.add_argument(
         "--threads", type=int, help="of torch, for each run on the CPU (default: torch's choice)"
@@ -61,12 +64,6 @@ def add_manner(parser: argparse.ArgumentParser, default_out: str) -> None:
     manner.add_argument("--checkpoint-every", type=float, default=seconds, metavar="SECONDS", help=told)
     manner.add_argument("--tensorboard", action="store_true", help="also write TensorBoard's files")
     manner.add_argument("--quiet", action="store_true", help="no progress bars")
-
-
-def add_jobs(parser: argparse.ArgumentParser) -> None:
-    """How many runs at a time."""
-    told = "runs at a time (default: one per core on the CPU, one on other devices)"
-    parser.add_argument("--jobs", type=int, help=told)
 
 
 def add_optimizers(parser: argparse.ArgumentParser, default_seeds: str) -> None:

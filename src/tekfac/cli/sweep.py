@@ -40,7 +40,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--storage", metavar="URL", help="of the study (default: a SQLite file in the folder)")
     run_arguments.add_task(parser, "2000 of the paper's data sets, 0.2 of others")
     run_arguments.add_optimizers(parser, "1")
-    run_arguments.add_jobs(parser)
     run_arguments.add_manner(parser, "sweep")
     parser.set_defaults(run=run)
 

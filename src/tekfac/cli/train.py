@@ -41,7 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         group.add_argument(f"--{name.replace('_', '-')}", type=kind, help=meaning)
     told = "any other setting of the optimizer (default: the recipe's, or its own)"
     add_repeated(group, "--option", "KEY=VALUE", told)
-    run_arguments.add_manner(parser, DEFAULT_OUT)
+    run_arguments.add_manner(parser, DEFAULT_OUT, many=False)
     parser.set_defaults(run=run, out=None)
 
 

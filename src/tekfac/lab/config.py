@@ -8,7 +8,7 @@ import json
 import math
 import types
 import typing
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Self
 
@@ -133,10 +133,7 @@ class RunConfig:
         Raises:
             ValueError: for an unknown key, with the one that was probably meant, or an invalid value.
         """
-        names = [entry.name for entry in dataclasses.fields(cls)]
-        for key in plain:
-            if key not in names:
-                raise ValueError(f"{origin} has an unknown key {key!r}.{nearest(key, names)}")
+        require_keys(plain, [entry.name for entry in dataclasses.fields(cls)], origin)
         return cls(**plain)
 
     def fingerprint(self) -> str:
@@ -152,6 +149,13 @@ class RunConfig:
             for key in mine
             if mine[key] != others[key] and key not in (*PLACE, "name")
         ]
+
+
+def require_keys(plain: Mapping[str, Any], names: Sequence[str], origin: str) -> None:
+    """Raise ValueError for a key that does not exist, with the one that was probably meant."""
+    for key in plain:
+        if key not in names:
+            raise ValueError(f"{origin} has an unknown key {key!r}.{nearest(key, names)}")
 
 
 def _as_in_a_file(name: str, values: Mapping[str, Any]) -> dict[str, Any]:

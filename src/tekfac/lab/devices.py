@@ -15,30 +15,28 @@ def choose(name: str) -> torch.device:
         ValueError: for a device that torch does not know or that is not there.
     """
     if name == "auto":
-        return torch.device(next((kind for kind, is_there in _accelerators().items() if is_there), "cpu"))
+        return torch.device([*_accelerators(), "cpu"][0])
     try:
         device = torch.device(name)
         torch.empty(1, device=device)
     except (RuntimeError, AssertionError, NotImplementedError) as error:
-        there = [kind for kind, is_there in _accelerators().items() if is_there]
         raise ValueError(
             f"Cannot use device {name!r}: torch does not know it, or finds none here. Use "
-            f"{', '.join(['auto', *there])} or cpu."
+            f"{', '.join(['auto', *_accelerators()])} or cpu."
         ) from error
     return device
 
 
-def _accelerators() -> dict[str, bool]:
-    """What is preferred to the CPU, the first first, and whether it is there."""
-    return {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available()}
+def _accelerators() -> list[str]:
+    """What is there and preferred to the CPU, the first first."""
+    kinds = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available()}
+    return [kind for kind, is_there in kinds.items() if is_there]
 
 
 def synchronise(device: torch.device) -> None:
     """Wait until everything that was asked of the device is done."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    elif device.type == "mps":
-        torch.mps.synchronize()
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)
 
 
 def random_states(device: torch.device) -> dict[str, Tensor]:

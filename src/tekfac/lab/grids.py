@@ -7,8 +7,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Self
 
-from tekfac.common.checks import nearest, require_choice
-from tekfac.lab.config import RunConfig
+from tekfac.common.checks import require_choice
+from tekfac.lab.config import RunConfig, require_keys
 
 Point = Mapping[str, Any]
 """Settings by name; `options.kl_clip` and `model_options.width` reach into the config's options."""
@@ -120,7 +120,7 @@ class Sweep:
         Raises:
             ValueError: for an unknown key or an invalid value.
         """
-        _require_keys(plain, KEYS, origin)
+        require_keys(plain, KEYS, origin)
         base = RunConfig.from_plain(_table(plain.get("base", {}), "[base]", origin), f"[base] of {origin}")
         grids, seeds = plain.get("grid", []), plain.get("seeds", (0,))
         if not isinstance(seeds, Sequence) or not seeds or not all(type(seed) is int for seed in seeds):
@@ -188,7 +188,7 @@ def _number(value: Any) -> str:
 
 
 def _search(plain: Mapping[str, Any], origin: str) -> Search:
-    _require_keys(_table(plain, "[search]", origin), ("space", "trials", "sampler"), f"[search] of {origin}")
+    require_keys(_table(plain, "[search]", origin), ("space", "trials", "sampler"), f"[search] of {origin}")
     space = {
         key: _choices(key, value) for key, value in _table(plain.get("space", {}), "space", origin).items()
     }
@@ -201,7 +201,7 @@ def _search(plain: Mapping[str, Any], origin: str) -> Search:
 def _choices(key: str, value: Any) -> Range | Sequence[Any]:
     """What a search may choose for a setting."""
     if isinstance(value, Mapping):
-        _require_keys(value, ("low", "high", "log"), f"The range of {key!r}")
+        require_keys(value, ("low", "high", "log"), f"The range of {key!r}")
         if "low" in value and "high" in value:
             return Range(**value)
     elif isinstance(value, list) and value:
@@ -215,9 +215,3 @@ def _table(value: Any, name: str, origin: str) -> Mapping[str, Any]:
     if not isinstance(value, Mapping):
         raise ValueError(f"Invalid {name} in {origin}: {value!r}. Expected keys and values.")
     return value
-
-
-def _require_keys(plain: Mapping[str, Any], keys: Sequence[str], origin: str) -> None:
-    for key in plain:
-        if key not in keys:
-            raise ValueError(f"{origin} has an unknown key {key!r}.{nearest(key, keys)}")

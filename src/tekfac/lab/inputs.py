@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -18,21 +18,6 @@ from tekfac.lab.data.loading import load
 TEST_BATCH = 500
 SAMPLE_SEED = 4096
 """Of the one order in which images are taken where a run does not use all."""
-
-
-@dataclass(frozen=True)
-class Inputs:
-    """What a run reads.
-
-    Attributes:
-        train: batches to train on.
-        test: batches to test on.
-        given: what a network may ask for (see models.GIVEN).
-    """
-
-    train: Batches
-    test: Batches
-    given: dict[str, int]
 
 
 def read(config: RunConfig) -> DataSet:
@@ -87,11 +72,11 @@ def mapped(path: Path) -> DataSet:
     return torch.load(path, mmap=True, weights_only=False)  # type: ignore[no-any-return]
 
 
-def prepare(data: DataSet, config: RunConfig, device: torch.device) -> Inputs:
-    """The batches of a run."""
+def batches(data: DataSet, config: RunConfig, device: torch.device) -> tuple[Batches, Batches]:
+    """The batches of a run, to train on and to test on."""
     augment = data.augmented if config.augment is None else config.augment
 
-    def batches(images: Images, size: int, *, is_training: bool) -> Batches:
+    def of(images: Images, size: int, *, is_training: bool) -> Batches:
         return Batches(
             images,
             mean=data.mean,
@@ -104,12 +89,13 @@ def prepare(data: DataSet, config: RunConfig, device: torch.device) -> Inputs:
             workers=config.workers,
         )
 
+    return of(data.train, config.batch_size, is_training=True), of(data.test, TEST_BATCH, is_training=False)
+
+
+def given(data: DataSet) -> dict[str, int]:
+    """What a network may ask for (see models.GIVEN)."""
     _, channels, _, size = data.train.pixels.shape
-    return Inputs(
-        train=batches(data.train, config.batch_size, is_training=True),
-        test=batches(data.test, TEST_BATCH, is_training=False),
-        given={"channels": channels, "classes": len(data.classes), "size": size},
-    )
+    return {"channels": channels, "classes": len(data.classes), "size": size}
 
 
 def _cut(data: DataSet, config: RunConfig) -> DataSet:

@@ -1,10 +1,11 @@
-"""SIGINT and SIGTERM, noted, so that a run can save itself before it stops."""
+"""Signals: SIGINT and SIGTERM, noted, so that a run can save itself before it stops; and one that only asks."""
 
 from __future__ import annotations
 
+import os
 import signal
 import threading
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Any, Self
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
@@ -45,9 +46,7 @@ class Interruption:
             self._before = {number: signal.signal(number, self._note) for number in heeded}
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: object, trace: object) -> None:
         self._restore()
         if self.number is not None and not isinstance(error, Interrupted):
             signal.raise_signal(self.number)
@@ -60,3 +59,14 @@ class Interruption:
         for number, handler in self._before.items():
             signal.signal(number, handler)
         self._before = {}
+
+
+def is_running(number: int) -> bool:
+    """Whether there is a process of a number on this machine; where that cannot be asked, there may be."""
+    if os.name != "posix":
+        return True
+    try:
+        os.kill(number, 0)
+    except OSError as error:
+        return not isinstance(error, ProcessLookupError)
+    return True

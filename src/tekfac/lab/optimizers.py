@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -16,7 +15,7 @@ from tekfac.lab.config import RunConfig
 NATURAL = {method.name.lower(): getattr(optimizers, method.name) for method in methods.ALL}
 """The natural-gradient methods, in the order of their table."""
 
-FACTORIES: dict[str, Callable[..., Optimizer]] = {
+FACTORIES: dict[str, type[Any]] = {
     "sgd": torch.optim.SGD,
     "sgdm": torch.optim.SGD,
     "adam": torch.optim.Adam,
@@ -30,14 +29,7 @@ COMPARED = ("sgdm", "adam", *NATURAL)
 DEFAULT_MOMENTUM = {"sgd": 0.0, "sgdm": 0.9, **dict.fromkeys(NATURAL, 0.9)}
 """Of those that have a momentum; the others have betas, among their options."""
 
-
-NAMES = {
-    "sgd": "SGD",
-    "sgdm": "SGDM",
-    "adam": "Adam",
-    "adamw": "AdamW",
-    **{method.name.lower(): method.name for method in methods.ALL},
-}
+NAMES = {name: kind.__name__ for name, kind in FACTORIES.items()} | {"sgdm": "SGDM"}
 """As papers write them, in the order of a report: first-order methods, then the table of methods."""
 
 
@@ -73,6 +65,7 @@ def build(config: RunConfig, model: nn.Module) -> Optimizer:
     if name in NATURAL:
         keywords.setdefault("seed", config.seed)
     try:
-        return FACTORIES[name](model if name in NATURAL else model.parameters(), **keywords)
+        made: Optimizer = FACTORIES[name](model if name in NATURAL else model.parameters(), **keywords)
     except TypeError as error:
         raise ValueError(f"Cannot make {name} with {', '.join(sorted(keywords))}: {error}") from error
+    return made

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any, Self
 
-from tekfac.lab.clock import PARTS
+from tekfac.lab.counting import PARTS
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from typing import Any
 from tekfac.common.extras import require
 from tekfac.common.files import exclusive
 from tekfac.lab.grids import SAMPLERS, Point, Range, Search, Sweep, values_in
-from tekfac.lab.processes import is_running
+from tekfac.lab.interruption import is_running
 from tekfac.lab.run_folder import RunFolder
 
 POINT, OWNER, ALIVE, DIVERGED = "point", "owner", "alive", "diverged"

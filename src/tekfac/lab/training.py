@@ -15,16 +15,15 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from tekfac.lab import models, optimizers
-from tekfac.lab.clock import PARTS, Clock
 from tekfac.lab.config import OF_DATA, RunConfig
+from tekfac.lab.counting import PARTS, Clock, Sums, evaluate
 from tekfac.lab.data.images import DataSet
 from tekfac.lab.devices import choose, random_states, set_random_states
-from tekfac.lab.inputs import Inputs, prepare, read
+from tekfac.lab.inputs import batches, given, read
 from tekfac.lab.interruption import Interrupted, Interruption
 from tekfac.lab.provenance import identity, provenance
 from tekfac.lab.run_folder import RunFolder
 from tekfac.lab.run_log import Epoch, LayerEpoch
-from tekfac.lab.scores import Sums, evaluate
 from tekfac.lab.tensorboard import TensorBoard
 from tekfac.optim.natural_gradient import NaturalGradient
 
@@ -127,20 +126,22 @@ def check_all(configs: Iterable[RunConfig]) -> None:
         TypeError: for a setting that a network does not have.
     """
     distinct = {replace(config, seed=0).fingerprint(): config for config in configs}
-    inputs: dict[tuple[Any, ...], Inputs] = {}
+    known: dict[tuple[Any, ...], dict[str, int]] = {}
     for config in distinct.values():
         key = tuple(getattr(config, name) for name in OF_DATA)
-        if key not in inputs:
-            inputs[key] = prepare(read(config), config, torch.device("cpu"))
+        if key not in known:
+            data = read(config)
+            batches(data, config, torch.device("cpu"))  # checks them
+            known[key] = given(data)
         choose(config.device)
-        _build(replace(config, device="cpu"), inputs[key])
+        _build(replace(config, device="cpu"), known[key])
 
 
-def _build(config: RunConfig, inputs: Inputs) -> tuple[nn.Module, Optimizer]:
-    """The network at its start, and its optimizer."""
+def _build(config: RunConfig, given: Mapping[str, int]) -> tuple[nn.Module, Optimizer]:
+    """The network at its start, for data of which that is known, and its optimizer."""
     torch.manual_seed(config.seed)
-    model = models.build(config.model, options=config.model_options, **inputs.given)
-    models.require_fit(model, config.model, **inputs.given)
+    model = models.build(config.model, options=config.model_options, **given)
+    models.require_fit(model, config.model, **given)
     model.to(choose(config.device))
     return model, optimizers.build(config, model)
 
@@ -168,8 +169,8 @@ class _Training:
         self.folder = folder
         self.interruption = interruption
         self.device = choose(config.device)
-        self.inputs = prepare(data, config, self.device)
-        self.model, self.optimizer = _build(config, self.inputs)
+        self.train, self.test = batches(data, config, self.device)
+        self.model, self.optimizer = _build(config, given(data))
         self.base_rates = [group["lr"] for group in self.optimizer.param_groups]
         self.clock = Clock(self.device, self.optimizer)
         self.epoch = self.batch = 0
@@ -181,7 +182,12 @@ class _Training:
 
     @property
     def steps_per_epoch(self) -> int:
-        return len(self.inputs.train)
+        return len(self.train)
+
+    @property
+    def steps(self) -> int:
+        """Steps in all."""
+        return self.config.epochs * self.steps_per_epoch
 
     @property
     def step(self) -> int:
@@ -205,10 +211,10 @@ class _Training:
 
     def _train_epoch(self, watch: Watcher | None) -> None:
         self.model.train()
-        batches = self.inputs.train.epoch(self.epoch, start=self.batch)
+        left = self.train.epoch(self.epoch, start=self.batch)
         while True:
             with self.clock.part("data"):
-                batch = next(batches, None)
+                batch = next(left, None)
             if batch is None:
                 return
             self._step(*batch)
@@ -224,8 +230,7 @@ class _Training:
                 self._save()
 
     def _step(self, inputs: Tensor, labels: Tensor) -> None:
-        steps = self.config.epochs * self.steps_per_epoch
-        factor = learning_rate_factor(self.config, self.epoch, self.step, steps)
+        factor = learning_rate_factor(self.config, self.epoch, self.step, self.steps)
         for group, rate in zip(self.optimizer.param_groups, self.base_rates, strict=True):
             group["lr"] = rate * factor
         with self.clock.part("update"):
@@ -241,7 +246,7 @@ class _Training:
 
     def _end_epoch(self) -> bool:
         """Test, log and save; whether it makes sense to go on."""
-        test_loss, test_accuracy = evaluate(self.model, self.inputs.test, self.device)
+        test_loss, test_accuracy = evaluate(self.model, self.test, self.device)
         train_loss, train_accuracy = self.sums.means()
         step, lr = self.step, self.optimizer.param_groups[0]["lr"]
         self.epoch, self.batch, self.sums = self.epoch + 1, 0, Sums(self.device)
@@ -291,8 +296,7 @@ class _Training:
             return
         self.watched = now
         accuracy = self.accuracies[-1] if self.accuracies else None
-        steps = self.config.epochs * self.steps_per_epoch
-        watch(Progress(self.step, steps, self.epoch + 1, self.sums.means()[0], accuracy))
+        watch(Progress(self.step, self.steps, self.epoch + 1, self.sums.means()[0], accuracy))
 
     def _result(self, status: str) -> dict[str, Any]:
         last = self.folder.epochs()[-1].plain()

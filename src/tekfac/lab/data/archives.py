@@ -12,7 +12,7 @@ import zlib
 from pathlib import Path, PurePosixPath
 
 from tekfac.lab.data.catalogue import File, Layout
-from tekfac.lab.processes import is_running
+from tekfac.lab.interruption import is_running
 
 OTHER_SIZE = 1 << 20
 """The largest file that is passed over: the archives have a readme, which nobody needs here."""

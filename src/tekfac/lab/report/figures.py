@@ -8,7 +8,7 @@ from textwrap import wrap
 from typing import TYPE_CHECKING, Any
 
 from tekfac.fisher.figures import empty
-from tekfac.lab.clock import PARTS
+from tekfac.lab.counting import PARTS
 from tekfac.lab.report import drawing
 from tekfac.lab.report.drawing import draw, legend, make_logarithmic, style
 from tekfac.lab.report.runs import Run, plain

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from statistics import median
 from typing import NamedTuple
 
-from tekfac.lab.clock import PARTS
+from tekfac.lab.counting import PARTS
 from tekfac.lab.report.runs import Group, Run, Task, tasks_of
 from tekfac.lab.run_log import Epoch
 

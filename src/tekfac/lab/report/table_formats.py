@@ -1,13 +1,13 @@
-"""A table, and its form in Markdown, LaTeX, CSV and the terminal; that in HTML is in page.html."""
+"""A table, and its form in the templates of Markdown, LaTeX and HTML, in CSV and in the terminal."""
 
 from __future__ import annotations
 
 import csv
 import io
 import re
-from collections.abc import Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from tekfac.common.extras import require
 
@@ -57,51 +57,38 @@ class Table:
     bold: frozenset[tuple[int, int]] = frozenset()
     notes: tuple[str, ...] = ()
 
+    def cells(self, escape: Callable[[str], str], bold: str) -> list[list[str]]:
+        """The rows for a format: how text is escaped in it, and what is put around a cell that stands out."""
+        return [
+            [bold.format(escape(cell)) if (r, c) in self.bold else escape(cell) for c, cell in enumerate(row)]
+            for r, row in enumerate(self.rows)
+        ]
+
+
+def rendered(template: str, **values: Any) -> str:
+    """One of the templates beside this file; those of HTML escape whatever they are given."""
+    jinja = require("jinja2", "A report")
+    environment = jinja.Environment(
+        loader=jinja.PackageLoader(__package__, ""),
+        autoescape=jinja.select_autoescape(["html"]),
+        undefined=jinja.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    ways = {"markdown": markdown, "latex": latex, "slug": slug}
+    environment.filters |= ways
+    text: str = environment.get_template(template).render({**ways, **values})
+    return text
+
 
 def to_markdown(table: Table) -> str:
     """A heading, the table and its notes."""
-    rows = [
-        [f"**{_markdown(cell)}**" if (r, c) in table.bold else _markdown(cell) for c, cell in enumerate(row)]
-        for r, row in enumerate(table.rows)
-    ]
-    lines = [
-        f"## {_markdown(table.title)}",
-        "",
-        _markdown_row([_markdown(name) for name in table.header]),
-        _markdown_row(["---"] + ["---:"] * (len(table.header) - 1)),
-        *map(_markdown_row, rows),
-    ]
-    for note in table.notes:
-        lines += ["", _markdown(note)]
-    return "\n".join(lines) + "\n"
+    return rendered("table.md", table=table)
 
 
 def to_latex(table: Table) -> str:
     """A `table` in the style of booktabs, whose package it needs: the title above, the notes below in small."""
-    rows = [
-        [rf"\textbf{{{latex(cell)}}}" if (r, c) in table.bold else latex(cell) for c, cell in enumerate(row)]
-        for r, row in enumerate(table.rows)
-    ]
-    notes = [rf"    {latex(note)}\par" for note in table.notes]
-    small = [r"  \par\smallskip", r"  \begin{minipage}{\linewidth}\footnotesize", *notes, r"  \end{minipage}"]
-    return "\n".join(
-        [
-            r"\begin{table}",
-            r"  \centering",
-            rf"  \caption{{{latex(table.title)}}}",
-            rf"  \label{{tab:{slug(table.title)}}}",
-            rf"  \begin{{tabular}}{{l{'r' * (len(table.header) - 1)}}}",
-            r"    \toprule",
-            rf"    {' & '.join(map(latex, table.header))} \\",
-            r"    \midrule",
-            *(rf"    {' & '.join(row)} \\" for row in rows),
-            r"    \bottomrule",
-            r"  \end{tabular}",
-            *(small if notes else []),
-            r"\end{table}",
-            "",
-        ]
-    )
+    return rendered("table.tex", table=table)
 
 
 def to_csv(table: Table) -> str:
@@ -139,12 +126,9 @@ def slug(text: str) -> str:
     return re.sub(r"[^a-z0-9.]+", "-", text.lower()).strip("-.") or "task"
 
 
-def _markdown(text: str) -> str:
+def markdown(text: str) -> str:
+    """Text as Markdown shows it, letter by letter."""
     return "".join(f"\\{letter}" if letter in MARKDOWN else letter for letter in " ".join(text.split()))
-
-
-def _markdown_row(cells: Sequence[str]) -> str:
-    return f"| {' | '.join(cells)} |"
 
 
 def _in_two_lines(text: str) -> str:

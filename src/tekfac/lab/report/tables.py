@@ -9,7 +9,7 @@ from functools import partial
 from operator import attrgetter
 from typing import Any, NamedTuple
 
-from tekfac.lab.clock import PARTS
+from tekfac.lab.counting import PARTS
 from tekfac.lab.optimizers import display, position
 from tekfac.lab.report import words
 from tekfac.lab.report.summary import TaskSummary

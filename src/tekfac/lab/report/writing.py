@@ -1,23 +1,61 @@
-"""A report written: the page, its tables, all numbers, and the figures in three formats; its tables printed."""
+"""A report written: the page, its tables, all numbers, and the figures in three formats; its tables printed.
+
+The page is one file that needs nothing else, neither a network nor scripts: page.html is its template, page.css
+its looks. Whatever comes from outside is escaped by the template.
+"""
 
 from __future__ import annotations
 
+import json
 import shlex
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from base64 import b64encode
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from tekfac.common.console import output
 from tekfac.common.extras import require
 from tekfac.common.files import write_text
-from tekfac.lab.report import figures, tables
-from tekfac.lab.report.drawing import Drawing, save, settle
-from tekfac.lab.report.page import Asked, Part, origins, page
-from tekfac.lab.report.runs import Run, find_runs
-from tekfac.lab.report.summary import TaskSummary, summarise
+from tekfac.lab.report import figures, tables, words
+from tekfac.lab.report.drawing import Drawing, save, settle, svg_of
+from tekfac.lab.report.runs import Run, find_runs, flat, plain
+from tekfac.lab.report.summary import TaskSummary, spread, summarise
 from tekfac.lab.report.sweep_figures import swept
-from tekfac.lab.report.table_formats import slug, to_csv, to_latex, to_markdown, to_rich
-from tekfac.lab.report.words import alternative, lead
+from tekfac.lab.report.table_formats import Table, rendered, slug, to_csv, to_latex, to_rich
+
+OF_ONE_RUN = ("command", "date")
+"""What is said of every run alone."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Asked:
+    """What a report is to say beside its runs.
+
+    Attributes:
+        title: of the page.
+        command: which makes it (default: the `tekfac report` that does).
+        target: test accuracy in percent that is to be reached; one is chosen for each task by default.
+        extra_tables: further tables, before those of the tasks.
+        paper: accuracies that the paper prints, by (data, model, optimizer).
+        notes: what a reader has to know first.
+    """
+
+    title: str
+    command: str = ""
+    target: float | None = None
+    extra_tables: Sequence[Table] = ()
+    paper: tables.Paper | None = None
+    notes: Sequence[str] = ()
+
+
+@dataclass(frozen=True)
+class Part:
+    """Tables and figures under one heading, and the summary of the task that they are about, if it is one."""
+
+    title: str
+    tables: Sequence[Table]
+    drawings: Sequence[Drawing] = ()
+    summary: TaskSummary | None = None
 
 
 def require_reports() -> None:
@@ -63,10 +101,11 @@ def write_report(runs: Sequence[Run], out: Path, asked: Asked) -> list[str]:
     for drawing in drawings:
         settle(drawing.figure)
     made = [table for part in parts for table in part.tables]
-    facts = {"command": f"`{asked.command}`", **origins(runs)}
+    values = {"asked": asked, "summaries": summaries, "parts": parts, "runs": runs, "origins": _origins(runs)}
+    known = {"words": words, "plain": plain, "spread": spread, "facts_of": _facts_of, "data_uri": _data_uri}
     texts = {
-        "report.html": page(asked, summaries, parts, runs),
-        "report.md": _markdown(asked.title, [lead(summaries), *asked.notes], parts, facts),
+        "report.html": rendered("page.html", **values, **known, dumps=json.dumps, quote=shlex.quote),
+        "report.md": rendered("report.md", **values, words=words),
         "tables.tex": "% needs \\usepackage{booktabs}\n\n" + "\n".join(map(to_latex, made)),
         "summary.csv": to_csv(tables.numbers(summaries)),
     }
@@ -76,16 +115,29 @@ def write_report(runs: Sequence[Run], out: Path, asked: Asked) -> list[str]:
     return [*texts, *written]
 
 
-def _markdown(title: str, remarks: Sequence[str], parts: Sequence[Part], facts: Mapping[str, str]) -> str:
-    """All tables and figures, what is to be known before, and where they come from."""
-    shown = []
-    for part in parts:
-        shown += [to_markdown(table).rstrip() for table in part.tables]
-        for drawing in part.drawings:
-            words = drawing.alternative.replace("[", "(").replace("]", ")")
-            shown += [f"![{words}](figures/{drawing.name}.png)", drawing.caption]
-    listed = "\n".join(f"- {name}: {value}" for name, value in facts.items())
-    return "\n\n".join([f"# {title}", *remarks, *shown, "## Where this comes from", f"{listed}\n"])
+def _origins(runs: Sequence[Run]) -> dict[str, str]:
+    """Where the runs come from: whatever they recorded, each value once, and their seeds."""
+    found: dict[str, dict[str, None]] = {}
+    for run in runs:
+        for name, value in flat(run.provenance).items():
+            if name not in OF_ONE_RUN and value:
+                found.setdefault(name, {})[plain(value)] = None
+    facts = {name: ", ".join(values) for name, values in found.items()}
+    facts["seeds"] = ", ".join(dict.fromkeys(plain(run.seed) for run in sorted(runs, key=lambda run: run.seed)))
+    dates = sorted(str(run.provenance["date"]) for run in runs if "date" in run.provenance)
+    if dates:
+        facts["dates"] = dates[0] if dates[0] == dates[-1] else f"{dates[0]} to {dates[-1]}"
+    return facts
+
+
+def _facts_of(run: Run) -> dict[str, str]:
+    known = {name: str(run.provenance[name]) for name in OF_ONE_RUN if name in run.provenance}
+    return {"folder": str(run.path), **known}
+
+
+def _data_uri(drawing: Drawing) -> str:
+    """The figure inside of an address; a browser runs no script in it and loads nothing for it."""
+    return "data:image/svg+xml;base64," + b64encode(svg_of(drawing.figure).encode()).decode()
 
 
 def _task_part(summary: TaskSummary, name: str) -> Part:
@@ -105,7 +157,7 @@ def _drawings(summary: TaskSummary) -> list[Drawing]:
             f"Test accuracy and training loss against epochs and training time, {who}: means over the seeds "
             "that got there, bands of one standard deviation; every epoch stands at its mean time. "
             f"Dotted: the target of {100 * summary.target:g}%; a cross: a run that diverged.",
-            f"Learning curves of {summary.task.title}. Final test accuracy: {alternative(summary)}",
+            f"Learning curves of {summary.task.title}. Final test accuracy: {words.alternative(summary)}",
             figures.curves(summary),
         ),
         Drawing(
