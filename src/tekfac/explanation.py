@@ -83,21 +83,30 @@ class Explanation:
     first_order: tuple[FirstOrder, ...]
 
     @property
+    def trained(self) -> tuple[LayerPlan, ...]:
+        """The layers that are not frozen."""
+        return tuple(layer for layer in self.layers if not layer.frozen)
+
+    @property
+    def parameters(self) -> int:
+        """How many are preconditioned."""
+        return sum(layer.parameters for layer in self.trained)
+
+    @property
     def memory(self) -> int:
         """Bytes that all curvature takes; frozen layers have none."""
-        return sum(layer.memory for layer in self.layers if not layer.frozen)
+        return sum(layer.memory for layer in self.trained)
 
     @property
     def refresh_flops(self) -> int:
         """Floating-point operations of all eigendecompositions; frozen layers have none."""
-        return sum(layer.refresh_flops for layer in self.layers if not layer.frozen)
+        return sum(layer.refresh_flops for layer in self.trained)
 
     @property
     def share(self) -> float:
         """Of the parameters that are not frozen: how many are preconditioned."""
-        covered = sum(layer.parameters for layer in self.layers if not layer.frozen)
         others = sum(parameter.parameters for parameter in self.first_order if not parameter.frozen)
-        return covered / max(1, covered + others)
+        return self.parameters / max(1, self.parameters + others)
 
     def __repr__(self) -> str:
         return (
@@ -119,23 +128,17 @@ class Explanation:
             )
             for layer in self.layers
         ]
-        covered = sum(layer.parameters for layer in self.layers if not layer.frozen)
-        total = ("", "", "", "", "", f"{covered:,}", _bytes(self.memory), _flops(self.refresh_flops))
+        total = ("", "", "", "", "", f"{self.parameters:,}", _bytes(self.memory), _flops(self.refresh_flops))
         lines = _aligned([HEADER, *rows, total], right_from=5)
         lines.insert(-1, "-" * max(map(len, lines)))
-        trained = sum(not layer.frozen for layer in self.layers)
-        lines.append(
-            f"{self.method} preconditions {trained} layer(s), {self.share:.0%} of the trainable parameters."
-        )
+        covers = f"{len(self.trained)} layer(s), {self.share:.0%} of the trainable parameters"
+        lines.append(f"{self.method} preconditions {covers}.")
         if self.first_order:
-            lines += ["", "By momentum SGD on the raw gradient:"]
-            lines += _aligned(
-                [
-                    (f"  {p.name}", f"{p.parameters:,}", f"frozen; {p.reason}" if p.frozen else p.reason)
-                    for p in self.first_order
-                ],
-                right_from=3,
-            )
+            others = [
+                (f"  {p.name}", f"{p.parameters:,}", f"frozen; {p.reason}" if p.frozen else p.reason)
+                for p in self.first_order
+            ]
+            lines += ["", "By momentum SGD on the raw gradient:", *_aligned(others, right_from=3)]
         return "\n".join(lines)
 
 
@@ -238,23 +241,15 @@ def _first_order(model: nn.Module, inventory: Inventory) -> Iterable[FirstOrder]
 def _aligned(rows: Sequence[Sequence[str]], right_from: int) -> list[str]:
     """Rows as lines with columns below one another; numbers, from that column on, to the right."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = []
-    for row in rows:
-        cells = [
-            cell.rjust(width) if index >= right_from else cell.ljust(width)
-            for index, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ]
-        lines.append("  ".join(cells).rstrip())
-    return lines
+    cells = [f"{{:{'>' if index >= right_from else '<'}{width}}}" for index, width in enumerate(widths)]
+    return ["  ".join(cells).format(*row).rstrip() for row in rows]
 
 
 def _bytes(count: int) -> str:
-    number = float(count)
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if number < 1024 or unit == "GiB":
-            break
-        number /= 1024
-    return f"{number:.0f} {unit}" if unit == "B" else f"{number:.1f} {unit}"
+    for size, unit in ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
+        if count >= size:
+            return f"{count / size:.1f} {unit}"
+    return f"{count} B"
 
 
 def _flops(count: int) -> str:

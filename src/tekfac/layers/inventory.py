@@ -13,7 +13,7 @@ from tekfac.layers.kinds.base import LayerKind, Part, attribute_at
 from tekfac.layers.kinds.embedding import TableKind
 from tekfac.layers.kinds.linear import LinearKind
 from tekfac.layers.layer import Layer, Use
-from tekfac.layers.names import named_modules
+from tekfac.layers.names import inside, named_modules
 from tekfac.layers.registry import has_own_forward, kind_of
 from tekfac.layers.shapes import LayerShape
 from tekfac.layers.side_forms import SideRule
@@ -48,11 +48,12 @@ class _Claim:
     bias: nn.Parameter | None
 
     @property
-    def layer_name(self) -> str:
-        return f"{self.name}.{self.part.name}" if self.name and self.part.name else self.name or self.part.name
+    def weight_name(self) -> str:
+        return inside(self.name, self.part.weight)
 
-    def full_name(self, parameter: str) -> str:
-        return f"{self.name}.{parameter}" if self.name else parameter
+    @property
+    def bias_name(self) -> str:
+        return inside(self.name, self.part.bias or "")
 
 
 def take_inventory(
@@ -84,15 +85,14 @@ def take_inventory(
         first = own[0]
         reason = _reason(first, own, holders[weight], requested)
         if reason is not None and reason != FROZEN_WEIGHT:
-            inventory.reasons[first.full_name(first.part.weight)] = reason
+            inventory.reasons[first.weight_name] = reason
             continue
         with_bias = next((claim for claim in own if claim.bias is not None), first)
         bias = with_bias.bias
-        if bias is not None and with_bias.part.bias is not None:
-            bias_reason = _bias_reason(bias, weight, holders, requested)
-            if bias_reason is not None:
-                inventory.reasons[with_bias.full_name(with_bias.part.bias)] = bias_reason
-                bias = None
+        bias_reason = None if bias is None else _bias_reason(bias, weight, holders, requested)
+        if bias_reason is not None:
+            inventory.reasons[with_bias.bias_name] = bias_reason
+            bias = None
         layer = _layer(own, with_bias, weight, bias, rule or SideRule(), dtype)
         if reason is None:
             inventory.layers[layer.name] = layer
@@ -112,21 +112,16 @@ def _claims(model: nn.Module, inventory: Inventory) -> dict[nn.Parameter, list[_
             continue
         problem = _problem(name, module, kind)
         if problem is not None:
-            prefix = f"{name}." if name else ""
-            inventory.reasons |= {
-                f"{prefix}{own}": problem for own, _ in module.named_parameters(recurse=False)
-            }
+            names = (inside(name, own) for own, _ in module.named_parameters(recurse=False))
+            inventory.reasons |= dict.fromkeys(names, problem)
             continue
         inner.update(kind.inner_modules(module))
         for index, part in enumerate(kind.parts(module)):
             weight = find_parameter(module, part.weight)
             if weight is None:
                 if isinstance(attribute_at(module, part.weight), Tensor):
-                    own = [
-                        part.bias,
-                        *(n for n, _ in module.named_parameters() if f".{part.weight}." in f".{n}"),
-                    ]
-                    names = [f"{name}.{n}" if name else n for n in own if n is not None]
+                    of_weight = [n for n, _ in module.named_parameters() if f".{part.weight}." in f".{n}"]
+                    names = (inside(name, own) for own in (part.bias, *of_weight) if own is not None)
                     inventory.reasons |= dict.fromkeys(names, f"the weight of {name!r} is parametrized")
                 continue
             bias = None if part.bias is None else find_parameter(module, part.bias)
@@ -235,16 +230,13 @@ def _layer(
     """The layer of claims that go together."""
     first, part = claims[0], claims[0].part
     tied = len(claims) > 1 and _is_tied(claims)
-    names = [first.full_name(part.weight)]
-    if bias is not None and with_bias.part.bias is not None:
-        names.append(with_bias.full_name(with_bias.part.bias))
     shape = LayerShape(
-        first.layer_name,
+        inside(first.name, part.name),
         tuple(weight.shape),
         bias is not None,
         part.groups,
         "output first" if tied else part.layout,
-        tuple(names),
+        (first.weight_name,) if bias is None else (first.weight_name, with_bias.bias_name),
     )
     table = part.table and not tied
     shape = replace(

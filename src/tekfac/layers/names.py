@@ -22,6 +22,11 @@ def named_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     return ((_plain(name, prefix), module) for name, module in model.named_modules())
 
 
+def inside(module: str, name: str) -> str:
+    """The name in the model of what has a name in a module, where either may be the model's own, ""."""
+    return f"{module}.{name}" if module and name else module or name
+
+
 def without_wrappers(model: nn.Module) -> nn.Module:
     """The model that torch.compile or a data-parallel module was given."""
     return _wrappers(model)[1]

@@ -56,16 +56,7 @@ class LayerShape:
     @property
     def d_in(self) -> int:
         """Inputs per block, the bias's 1 included."""
-        return self._columns + self.has_bias
-
-    @property
-    def _columns(self) -> int:
-        """Inputs per block, without the bias's."""
-        if self.layout == "units":
-            return 1
-        if self.layout == "input first":
-            return self.weight[0] // self.groups * math.prod(self.weight[2:])
-        return math.prod(self.weight[1:])
+        return math.prod(self.weight) // (self.groups * self.d_out) + self.has_bias
 
     @property
     def bias(self) -> tuple[int, ...]:

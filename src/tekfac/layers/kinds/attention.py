@@ -95,8 +95,11 @@ class _Attention(Replay):
             key_mask = key_mask[None]
         mask = _additive(kept.get("attn_mask"), key_mask, query, key.shape[1], module.num_heads)
         key, value, mask = _with_extra_keys(module, key, value, mask, dtype)
-        weights = self._weights(module, query, key, mask)
-        heads = (weights @ _heads(value, module.num_heads)).transpose(1, 2).flatten(-2)
+        query, key, value = (_heads(x, module.num_heads) for x in (query, key, value))
+        scores = query @ key.mT / math.sqrt(query.shape[-1])  # [N, H, T, S]
+        weights = (scores if mask is None else scores + mask).softmax(-1)
+        weights = F.dropout(weights, module.dropout, module.training)
+        heads = (weights @ value).transpose(1, 2).flatten(-2)
         out = probes.added(F.linear(heads, *output_projection))
         if unbatched:
             out = out[0]
@@ -128,14 +131,6 @@ class _Attention(Replay):
                 ones = _stacked([tensor.new_ones(*tensor.shape[:2], 1) for tensor in inputs])
                 found.append(PartUse(GroupedRows(), ones, gradients_of_all, of_all))
         return [*found, PartUse(SequenceRows(), self._heads, [vector[3] for vector in vectors])]
-
-    @staticmethod
-    def _weights(module: nn.MultiheadAttention, query: Tensor, key: Tensor, mask: Tensor | None) -> Tensor:
-        """[N, H, T, S]."""
-        query, key = _heads(query, module.num_heads), _heads(key, module.num_heads)
-        scores = query @ key.mT / math.sqrt(query.shape[-1])
-        weights = (scores if mask is None else scores + mask).softmax(-1)
-        return F.dropout(weights, module.dropout, module.training)
 
 
 def _projections(module: nn.MultiheadAttention, dtype: torch.dtype) -> list[tuple[Tensor, Tensor | None]]:

@@ -226,8 +226,9 @@ class SimpleKind(LayerKind):
         return (Part(self.weight, own_bias(module, self.bias), layout=self.layout),)
 
     def keep(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-        """What the weight is multiplied with."""
-        return {"input": first_argument(module, args, kwargs)}
+        """What the weight is multiplied with: the first argument, by position or by name."""
+        by_name = kwargs["input"] if "input" in kwargs else next(iter(kwargs.values()), None)
+        return {"input": args[0] if args else by_name}
 
     def applications(self, module: nn.Module, call: Call) -> list[Application]:
         """The only one."""
@@ -249,12 +250,3 @@ def attribute_at(module: nn.Module, name: str) -> Any:
     """What stands under a name in the module or a submodule ("out_proj.weight"); None if nothing does."""
     path, _, own = name.rpartition(".")
     return getattr(module.get_submodule(path), own, None)
-
-
-def first_argument(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    """The first argument of a call, by position or by name."""
-    if args:
-        return args[0]
-    if "input" in kwargs:
-        return kwargs["input"]
-    return next(iter(kwargs.values()))

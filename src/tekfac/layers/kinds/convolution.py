@@ -97,21 +97,16 @@ def _windows(
     padded: Tensor, kernel: tuple[int, ...], stride: tuple[int, ...], dilation: tuple[int, ...]
 ) -> Tensor:
     """[N, C, *positions, *kernel]."""
-    windows = padded
     for axis, (size, step, spread) in enumerate(zip(kernel, stride, dilation, strict=True), start=2):
-        windows = windows.unfold(axis, (size - 1) * spread + 1, step)[..., ::spread]
-    return windows
+        padded = padded.unfold(axis, (size - 1) * spread + 1, step)[..., ::spread]
+    return padded
 
 
 def _as_rows(windows: Tensor, groups: int, spatial: int) -> Tensor:
     """[N, C, *positions, *kernel] as [G, N, T, C / G * kernel]."""
-    samples, channels = windows.shape[:2]
-    windows = windows.reshape(samples, groups, channels // groups, *windows.shape[2:])
-    positions = range(3, 3 + spatial)
-    kernel = range(3 + spatial, 3 + 2 * spatial)
-    windows = windows.permute(1, 0, *positions, 2, *kernel)
-    num_positions = windows.shape[2 : 2 + spatial].numel()
-    return windows.reshape(groups, samples, num_positions, -1)
+    split = windows.reshape(len(windows), groups, -1, *windows.shape[2:])
+    positions, kernel = range(3, 3 + spatial), range(3 + spatial, 3 + 2 * spatial)
+    return split.permute(1, 0, *positions, 2, *kernel).flatten(2 + spatial).flatten(2, 1 + spatial)
 
 
 def _pad(inputs: Tensor, module: Convolution) -> Tensor:

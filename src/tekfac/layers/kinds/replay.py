@@ -120,16 +120,9 @@ class Probes:
             if not pairs:
                 found.append([torch.zeros_like(zero) for zero in self.zeros])
                 continue
-            arrived = torch.autograd.grad(
-                [output for output, _ in pairs],
-                self.zeros,
-                [gradient for _, gradient in pairs],
-                retain_graph=True,
-                allow_unused=True,
-            )
-            found.append(
-                [torch.zeros_like(z) if g is None else g for z, g in zip(self.zeros, arrived, strict=True)]
-            )
+            reached, sent = zip(*pairs, strict=True)
+            grad = torch.autograd.grad
+            found.append([*grad(reached, self.zeros, sent, retain_graph=True, materialize_grads=True)])
         return found
 
 
