@@ -16,7 +16,7 @@ from rich.console import Console
 from lab_runs import METHODS, write_comparison, write_run
 from tekfac.lab.report import Asked, find_runs, write_report
 from tekfac.lab.report.summary import summarise
-from tekfac.lab.report.table_formats import Table, to_csv, to_latex, to_markdown, to_rich
+from tekfac.lab.report.table_formats import Table, rendered, to_csv, to_rich
 from tekfac.lab.report.tables import accuracies, brief, comparison, numbers, times
 from tekfac.lab.report.words import highlights, lead, setup
 
@@ -30,7 +30,7 @@ NASTY = Table(
 
 
 def test_markdown_is_escaped_and_bold() -> None:
-    lines = to_markdown(NASTY).splitlines()
+    lines = rendered("table.md", table=NASTY).splitlines()
     assert lines[0] == r"## a\_b \& \<c\>"
     assert lines[2:5] == [
         r"| op\|t | 50% | x |",
@@ -41,7 +41,7 @@ def test_markdown_is_escaped_and_bold() -> None:
 
 
 def test_latex_is_escaped_and_bold() -> None:
-    text = to_latex(NASTY)
+    text = rendered("table.tex", table=NASTY)
     assert "\\caption{a\\_b \\& \\textless{}c\\textgreater{}}\n  \\label{tab:a-b-c}\n" in text
     below = text.partition(r"\end{tabular}")[2]
     assert below.split() == [
@@ -59,7 +59,7 @@ def test_latex_is_escaped_and_bold() -> None:
 
 @pytest.mark.parametrize("notes", [(), ("a {b} \\", "50% $x_1$ & #2")])
 def test_latex_has_its_braces_and_environments_closed_in_order(notes: tuple[str, ...]) -> None:
-    text = to_latex(replace(NASTY, notes=notes))
+    text = rendered("table.tex", table=replace(NASTY, notes=notes))
     depths = list(accumulate({"{": 1, "}": -1}[brace] for brace in re.findall(r"(?<!\\)[{}]", text)))
     assert (min(depths), depths[-1]) == (0, 0)
     inside: list[str] = []

@@ -36,13 +36,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     checking.set_defaults(run=run_check)
     fetching = actions.add_parser("fetch", help="download an official data set, check and unpack it")
     fetching.add_argument("name", metavar="NAME", help="cifar10, cifar100 or svhn")
-    fetching.add_argument(
-        "--to", type=Path, metavar="DIR", help=f"folder (default: ${VARIABLE}, or ~/.cache/tekfac/data)"
-    )
+    told = f"folder (default: ${VARIABLE}, or ~/.cache/tekfac/data)"
+    fetching.add_argument("--to", type=Path, metavar="DIR", help=told)
     fetching.add_argument("--layout", choices=("python", "binary"), help="of CIFAR's files (default: python)")
-    fetching.add_argument(
-        "--mirror", metavar="URL", help="fetch the same files from another address (default: the official one)"
-    )
+    told = "fetch the same files from another address (default: the official one)"
+    fetching.add_argument("--mirror", metavar="URL", help=told)
     fetching.add_argument("--quiet", action="store_true", help="no progress bar")
     fetching.set_defaults(run=run_fetch)
 

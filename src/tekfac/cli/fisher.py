@@ -114,7 +114,7 @@ def run(options: argparse.Namespace) -> None:
     last, found = list(comparisons)[-1], findings(list(comparisons.values()))
     written = _write_numbers(options, comparisons, found)
     samples = comparisons[last].metadata["samples"]
-    print(f"\n{_title(options)}, {last}; {samples} samples\n\n{comparisons[last]}\n")
+    print(f"\n{options.model or 'The digits CNN'}, {last}; {samples} samples\n\n{comparisons[last]}\n")
     print("\n".join(map(str, found)))
     if not options.no_figures:
         written += _write_figures(options, comparisons, model, loader, keywords)
@@ -176,10 +176,6 @@ def _points(options: argparse.Namespace, dtype: torch.dtype) -> Points:
 
 
 # -- out -----------------------------------------------------------------------------------------------------
-
-
-def _title(options: argparse.Namespace) -> str:
-    return "The digits CNN" if options.model is None else str(options.model)
 
 
 def _write_numbers(

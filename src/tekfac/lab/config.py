@@ -138,17 +138,15 @@ class RunConfig:
 
     def fingerprint(self) -> str:
         """A short name for what is computed; neither the config's name nor where it runs is part of it."""
-        told = {key: value for key, value in self.plain().items() if key not in (*PLACE, "name")}
-        return hashlib.sha256(json.dumps(told, sort_keys=True).encode()).hexdigest()[:10]
+        return hashlib.sha256(json.dumps(self._computed(), sort_keys=True).encode()).hexdigest()[:10]
 
     def differences(self, other: Self) -> list[str]:
         """What another config computes differently, in words."""
-        mine, others = self.plain(), other.plain()
-        return [
-            f"{key} {mine[key]!r} -> {others[key]!r}"
-            for key in mine
-            if mine[key] != others[key] and key not in (*PLACE, "name")
-        ]
+        mine, others = self._computed(), other._computed()
+        return [f"{key} {mine[key]!r} -> {others[key]!r}" for key in mine if mine[key] != others[key]]
+
+    def _computed(self) -> dict[str, Any]:
+        return {key: value for key, value in self.plain().items() if key not in (*PLACE, "name")}
 
 
 def require_keys(plain: Mapping[str, Any], names: Sequence[str], origin: str) -> None:

@@ -1,15 +1,19 @@
 """The lines of a run's logs: what is known at the end of an epoch, of the whole run and of every layer.
 
+TensorBoard's event files have the same.
+
 In a file a number that is not finite is null; here it is nan.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields
+from pathlib import Path
 from typing import Any, Self
 
+from tekfac.common.extras import require
 from tekfac.lab.counting import PARTS
 
 
@@ -101,3 +105,34 @@ def _number(line: Mapping[str, Any], name: str) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise ValueError(f"{name!r} is {value!r}, expected a number")
     return float(value)
+
+
+class TensorBoard:
+    """What a run logs, as scalars under the number of steps."""
+
+    def __init__(self, folder: Path) -> None:
+        require("tensorboard", "Writing TensorBoard's files")
+        self._writer_class = require("torch.utils.tensorboard", "Writing TensorBoard's files").SummaryWriter
+        self._folder = folder
+        self._writer: Any = None
+
+    def write(self, epoch: Epoch, layers: Iterable[LayerEpoch]) -> None:
+        """An epoch and its layers; what was written for later steps before is hidden."""
+        if self._writer is None:
+            self._writer = self._writer_class(str(self._folder), purge_step=epoch.step)
+        scalars = {
+            f"run/{name}": value for name, value in epoch.plain().items() if name not in ("epoch", "step")
+        }
+        for layer in layers:
+            own = layer.plain()
+            for name in ("trace", "damping", "condition", "staleness"):
+                scalars[f"{name}/{layer.layer}"] = own[name]
+        for name, value in scalars.items():
+            if value is not None:
+                self._writer.add_scalar(name, value, epoch.step)
+        self._writer.flush()
+
+    def close(self) -> None:
+        """Let go of the file."""
+        if self._writer is not None:
+            self._writer.close()

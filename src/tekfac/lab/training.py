@@ -23,8 +23,7 @@ from tekfac.lab.inputs import batches, given, read
 from tekfac.lab.interruption import Interrupted, Interruption
 from tekfac.lab.provenance import identity, provenance
 from tekfac.lab.run_folder import RunFolder
-from tekfac.lab.run_log import Epoch, LayerEpoch
-from tekfac.lab.tensorboard import TensorBoard
+from tekfac.lab.run_log import Epoch, LayerEpoch, TensorBoard
 from tekfac.optim.natural_gradient import NaturalGradient
 
 CHECKPOINT_SECONDS = 120.0

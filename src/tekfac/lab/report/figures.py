@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from textwrap import wrap
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from tekfac.fisher.figures import empty
 from tekfac.lab.counting import PARTS
@@ -16,7 +16,6 @@ from tekfac.lab.report.summary import GroupSummary, TaskSummary, epoch_times, ov
 from tekfac.lab.run_log import Epoch, LayerEpoch
 
 if TYPE_CHECKING:
-    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 MOST_LINES = 10
@@ -37,7 +36,10 @@ def shown(summary: TaskSummary) -> list[GroupSummary]:
 
 
 def curves(summary: TaskSummary) -> Figure:
-    """Test accuracy and training loss against epochs and against training time; bands are ± one deviation."""
+    """Test accuracy and training loss against epochs and against training time; bands are ± one deviation.
+
+    A cross is where a run diverged: at its epoch, or at the time that the epoch has.
+    """
     groups = [row.group for row in shown(summary)]
     values: list[tuple[str, Callable[[Epoch], float]]] = [
         ("test accuracy, %", lambda epoch: 100 * epoch.test_accuracy),
@@ -51,8 +53,12 @@ def curves(summary: TaskSummary) -> Figure:
             for axes, along in zip(row, (over_epochs, over_time), strict=True):
                 for group, look in zip(groups, drawing.looks(groups), strict=True):
                     handles.append(draw(axes, along(group.runs, value), group.label, look))
-                    times = epoch_times(group.runs) if along is over_time else None
-                    _mark_ends(axes, group.runs, value, look, times)
+                    times = epoch_times(group.runs) if along is over_time else {}
+                    for last in [
+                        run.epochs[-1] for run in group.runs if run.status == "diverged" and run.epochs
+                    ]:
+                        x = times.get(last.epoch, last.seconds) if along is over_time else last.epoch
+                        axes.plot(x, value(last), "x", color=look["color"], markersize=5)
                 axes.grid(visible=True)
             row[0].set_ylabel(ylabel)
         for axes in panels[0]:
@@ -135,19 +141,6 @@ def curvature(summary: TaskSummary) -> Figure:
         every = math.ceil(len(layers) / drawing.MOST_NAMED)
         legend(figure, panels[0, 0].lines[::every], list(map(_short, layers))[::every], "layer")
     return figure
-
-
-def _mark_ends(
-    axes: Axes,
-    runs: Sequence[Run],
-    value: Callable[[Epoch], float],
-    look: Mapping[str, Any],
-    times: Mapping[float, float] | None,
-) -> None:
-    """A cross where a run diverged: at its epoch, or at the time that the epoch has."""
-    for last in [run.epochs[-1] for run in runs if run.status == "diverged" and run.epochs]:
-        x = last.epoch if times is None else times.get(last.epoch, last.seconds)
-        axes.plot(x, value(last), "x", color=look["color"], markersize=5)
 
 
 def _short(layer: str) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from statistics import median
+from statistics import fmean, median
 from typing import NamedTuple
 
 from tekfac.lab.counting import PARTS
@@ -131,7 +131,7 @@ def spread(values: Sequence[float]) -> Spread | None:
     """Mean and sample standard deviation; None of no values."""
     if not values:
         return None
-    mean = math.fsum(values) / len(values)
+    mean = fmean(values)
     if len(values) == 1:
         return Spread(mean, None, 1)
     deviation = math.sqrt(math.fsum((value - mean) ** 2 for value in values) / (len(values) - 1))
@@ -156,7 +156,8 @@ def _chosen(task: Task) -> float:
 def _numbers(group: Group, target: float) -> GroupSummary:
     runs = [run for run in group.runs if run.epochs]
     last = [run.epochs[-1] for run in runs]
-    reached = [found for run in runs if (found := _first(run, target)) is not None]
+    enough = [[epoch for epoch in run.epochs if epoch.test_accuracy >= target] for run in runs]
+    reached = [epochs[0] for epochs in enough if epochs]
     return GroupSummary(
         group=group,
         final_accuracy=spread([epoch.test_accuracy for epoch in last]),
@@ -176,11 +177,6 @@ def _best(run: Run) -> float:
     )
 
 
-def _first(run: Run, target: float) -> Epoch | None:
-    """The first epoch with that test accuracy."""
-    return next((epoch for epoch in run.epochs if epoch.test_accuracy >= target), None)
-
-
 def _reached(found: Sequence[Epoch], value: Value, runs: int) -> Reached:
     return Reached(median(map(value, found)) if found else None, len(found), runs)
 
@@ -189,10 +185,7 @@ def _parts_ms(last: Sequence[Epoch]) -> dict[str, float]:
     """Mean milliseconds per step of every part."""
     if not last:
         return {}
-    return {
-        part: math.fsum(1000 * epoch.parts[part] / max(epoch.step, 1) for epoch in last) / len(last)
-        for part in PARTS
-    }
+    return {part: fmean(1000 * epoch.parts[part] / max(epoch.step, 1) for epoch in last) for part in PARTS}
 
 
 class Line(NamedTuple):
@@ -222,7 +215,7 @@ def epoch_times(runs: Sequence[Run]) -> dict[float, float]:
     farthest = max((run.epochs[-1].epoch for run in runs if run.epochs), default=0)
     whole = [run for run in runs if run.epochs and run.epochs[-1].epoch == farthest]
     found = _by_epoch(whole, lambda epoch: epoch.seconds)
-    return {epoch: math.fsum(seconds) / len(seconds) for epoch, seconds in found.items()}
+    return {epoch: fmean(seconds) for epoch, seconds in found.items()}
 
 
 def _by_epoch(runs: Sequence[Run], value: Value) -> dict[float, list[float]]:

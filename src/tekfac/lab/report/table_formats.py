@@ -81,16 +81,6 @@ def rendered(template: str, **values: Any) -> str:
     return text
 
 
-def to_markdown(table: Table) -> str:
-    """A heading, the table and its notes."""
-    return rendered("table.md", table=table)
-
-
-def to_latex(table: Table) -> str:
-    """A `table` in the style of booktabs, whose package it needs: the title above, the notes below in small."""
-    return rendered("table.tex", table=table)
-
-
 def to_csv(table: Table) -> str:
     """Header and rows alone."""
     text = io.StringIO()

@@ -21,7 +21,7 @@ from tekfac.lab.report.drawing import Drawing, save, settle, svg_of
 from tekfac.lab.report.runs import Run, find_runs, flat, plain
 from tekfac.lab.report.summary import TaskSummary, spread, summarise
 from tekfac.lab.report.sweep_figures import swept
-from tekfac.lab.report.table_formats import Table, rendered, slug, to_csv, to_latex, to_rich
+from tekfac.lab.report.table_formats import Table, rendered, slug, to_csv, to_rich
 
 OF_ONE_RUN = ("command", "date")
 """What is said of every run alone."""
@@ -100,13 +100,12 @@ def write_report(runs: Sequence[Run], out: Path, asked: Asked) -> list[str]:
     drawings = [drawing for part in parts for drawing in part.drawings]
     for drawing in drawings:
         settle(drawing.figure)
-    made = [table for part in parts for table in part.tables]
     values = {"asked": asked, "summaries": summaries, "parts": parts, "runs": runs, "origins": _origins(runs)}
     known = {"words": words, "plain": plain, "spread": spread, "facts_of": _facts_of, "data_uri": _data_uri}
     texts = {
         "report.html": rendered("page.html", **values, **known, dumps=json.dumps, quote=shlex.quote),
         "report.md": rendered("report.md", **values, words=words),
-        "tables.tex": "% needs \\usepackage{booktabs}\n\n" + "\n".join(map(to_latex, made)),
+        "tables.tex": rendered("tables.tex", parts=parts),
         "summary.csv": to_csv(tables.numbers(summaries)),
     }
     written = [f"figures/{name}" for drawing in drawings for name in save(drawing, out / "figures")]
