@@ -24,7 +24,7 @@ from tekfac.curvature.blocks.dense import DenseBlock
 from tekfac.fisher.approximation import Approximation
 from tekfac.fisher.collectors import Collector, FactorSums, RowCount, SquareSums
 from tekfac.fisher.comparison_table import Comparison, Interval, LayerTruth, Row
-from tekfac.fisher.exact_within_memory import Budgets, Candidate, Job, Plan, packed
+from tekfac.fisher.exact_within_memory import Budgets, Candidate, Job, jobs_of, packed
 from tekfac.fisher.metadata import metadata_of
 from tekfac.fisher.options import Keywords, Options, resolve
 from tekfac.fisher.survey import Survey
@@ -78,24 +78,23 @@ def compare(
     survey = Survey(model, loader, options, passes=2)
     squares, num_rows = _bases(survey, options, {a.factor_choice: a for a in chosen})
     budgets = Budgets(exact_memory, probes, options.memory_budget, options.seed)
-    plans = [Plan.of(survey.layers[name], count, budgets) for name, count in num_rows.items()]
-    rows: dict[str, list[Row]] = {}
+    todo = [job for name, count in num_rows.items() for job in jobs_of(survey.layers[name], count, budgets)]
+    rows: list[Row] = []
     truths: dict[str, LayerTruth] = {}
-    for number, jobs in enumerate(packed(plans, exact_memory)):
+    for number, jobs in enumerate(packed(todo, exact_memory)):
         _run(survey, number, jobs, squares)
         terms = survey.count.terms
         for job in jobs:
-            layer = job.plan.layer
+            layer = job.layer
             candidates = [Candidate.of(a, layer, squares[layer.name][a.factor_choice], terms) for a in chosen]
             truth = job.finish(candidates, terms, confidence, spectra)
             if truth is not None:
                 gradient = survey.gradients.get(layer.name)
-                rows[layer.name] = _rows(truth, candidates, gradient, damping, spectra)
+                rows += _rows(truth, candidates, gradient, damping, spectra)
                 truths[layer.name] = replace(truth, block=None)
             del truth, candidates  # before the next block is formed
-    in_order = tuple(row for plan in plans for row in rows[plan.name])
     how = {**metadata_of(model, options), **survey.count.plain(), "confidence": confidence, "probes": probes}
-    return Comparison(tuple(chosen), in_order, {plan.name: truths[plan.name] for plan in plans}, how)
+    return Comparison(tuple(chosen), tuple(rows), truths, how)
 
 
 def _bases(
@@ -126,8 +125,7 @@ def _run(survey: Survey, number: int, jobs: Sequence[Job], squares: Mapping[str,
     if number == 0:
         collectors = {name: [*own.values()] for name, own in squares.items()}
     for job in jobs:
-        job.begin()
-        collectors.setdefault(job.plan.name, []).append(job.collector)
+        collectors.setdefault(job.layer.name, []).append(job.begin())
     survey.run("exact blocks" if number == 0 else f"exact blocks, part {number + 1}", collectors)
 
 

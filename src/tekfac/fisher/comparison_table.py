@@ -174,12 +174,10 @@ class Comparison:
                     row.way if first else "",
                 ]
             )
-        widths = [max(len(line[column]) for line in lines) for column in range(len(header))]
-        text = [
-            "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)) for line in lines
-        ]
-        text.insert(1, "  ".join("-" * width for width in widths))
-        return "\n".join(line.rstrip() for line in text)
+        widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+        lines.insert(1, ["-" * width for width in widths])
+        form = "  ".join(f"{{:{width}}}" for width in widths)
+        return "\n".join(form.format(*line).rstrip() for line in lines)
 
     def to_csv(self, path: str | Path) -> None:
         """One line per row."""

@@ -1,14 +1,15 @@
 """What is found out of a layer's exact block, in the cheapest way that the memory allows.
 
-As a matrix, by the Gram matrix of its rows, or by random probes: `Plan` decides, a `Job` is what one pass over
-the data does of it. docs/mathematics.md, section 9.
+As a matrix, by the Gram matrix of its rows, or by random probes: `jobs_of` decides, a `Job` is what one pass
+over the data does of it. docs/mathematics.md, section 9.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from statistics import NormalDist
 from typing import Literal
 
@@ -20,7 +21,7 @@ from tekfac.curvature.blocks.dense import DenseBlock
 from tekfac.curvature.blocks.gram import GramBlock
 from tekfac.curvature.blocks.kronecker import KroneckerBlock
 from tekfac.fisher.approximation import Approximation
-from tekfac.fisher.collectors import DenseSum, ProbeProducts, RowList, SquareSums
+from tekfac.fisher.collectors import Collector, DenseSum, ProbeProducts, RowList, SquareSums
 from tekfac.fisher.comparison_table import Interval, LayerTruth
 from tekfac.layers.layer import Layer
 
@@ -70,104 +71,47 @@ class Budgets:
     seed: int
 
 
-Way = Literal["matrix", "Gram matrix", "probes"]
-
-
 @dataclass
-class Plan:
-    """How the exact block of one layer is looked at.
+class Job:
+    """What is collected of one layer in one pass; by probes a layer may take several.
 
     Attributes:
-        layer: whose block.
+        layer: whose exact block is looked at.
         way: as a matrix, by the Gram matrix of its rows, or by probes.
-        num_rows: of J.
-        budgets: what may be spent.
-        jobs: one for each pass over the data; several only by probes.
+        bytes: what it takes.
+        make: makes what collects it, which takes the memory.
+        estimates: by probes, what each of them says of |F|^2, for every approximation; all jobs of a layer add
+            to the same ones.
+        is_last: of the layer.
     """
 
     layer: Layer
-    way: Way
-    num_rows: int
-    budgets: Budgets
-    jobs: list[Job] = field(default_factory=list)
+    way: Literal["matrix", "Gram matrix", "probes"]
+    bytes: int
+    make: Callable[[], DenseSum | RowList | ProbeProducts]
+    estimates: dict[str, list[Tensor]] = field(default_factory=dict)
+    is_last: bool = True
 
-    @property
-    def name(self) -> str:
-        """Of the layer."""
-        return self.layer.name
-
-    @classmethod
-    def of(cls, layer: Layer, num_rows: int, budgets: Budgets) -> Plan:
-        """The way that takes least memory of those that are exact; probes, where neither fits."""
-        groups, size = layer.shape.groups, layer.shape.d_out * layer.shape.d_in
-        dense = 4 * 8 * groups * size**2  # F, and what a solve with it takes
-        # J, its Gram matrix, and the eigenvectors of both in float64.
-        gram = groups * ((2 * layer.dtype.itemsize + 16) * num_rows * size + 6 * 8 * num_rows**2)
-        if min(dense, gram) <= budgets.exact_memory:
-            plan = cls(layer, "matrix" if dense <= gram else "Gram matrix", num_rows, budgets)
-            plan.jobs = [Job(plan, min(dense, gram))]
-            return plan
-        plan = cls(layer, "probes", num_rows, budgets)
-        one_probe = 3 * 8 * groups * size
-        at_a_time = max(1, max(budgets.exact_memory, budgets.memory_budget) // one_probe)
-        for start in range(0, budgets.probes, at_a_time):
-            stop = min(start + at_a_time, budgets.probes)
-            plan.jobs.append(Job(plan, (stop - start) * one_probe, range(start, stop)))
-        return plan
-
-    def probes(self, numbers: range) -> Tensor:
-        """Vectors of independent signs, [G, P, d_out * d_in]; each number has its own."""
-        groups, size = self.layer.shape.groups, self.layer.shape.d_out * self.layer.shape.d_in
-        signs = []
-        for number in numbers:
-            generator = torch.Generator().manual_seed(((self.budgets.seed << 20) + number) % 2**63)
-            signs.append(torch.randint(2, (groups, size), generator=generator, dtype=torch.int8))
-        vectors = torch.stack(signs, dim=1)
-        return vectors.to(device=self.layer.weight.device, dtype=self.layer.dtype).mul_(2).sub_(1)
-
-
-class Job:
-    """What is collected of one layer in one pass.
-
-    Attributes:
-        plan: of which it is a part.
-        bytes: what it takes.
-        values: by probes, what each of them says of |F|^2, for every approximation.
-        collector: while it runs.
-    """
-
-    def __init__(self, plan: Plan, size: int, numbers: range = range(0)) -> None:
-        self.plan = plan
-        self.bytes = size
-        self.values: dict[str, Tensor] = {}
-        self._numbers = numbers
-
-    def begin(self) -> None:
+    def begin(self) -> Collector:
         """Take the memory."""
-        plan, budget = self.plan, self.plan.budgets.memory_budget
-        self.collector: DenseSum | RowList | ProbeProducts
-        if plan.way == "matrix":
-            self.collector = DenseSum(budget)
-        elif plan.way == "Gram matrix":
-            self.collector = RowList(plan.num_rows, budget)
-        else:
-            self.collector = ProbeProducts(plan.probes(self._numbers), budget)
+        self._collector = self.make()
+        return self._collector
 
     def finish(
         self, candidates: Sequence[Candidate], terms: int, confidence: float, spectra: bool
     ) -> LayerTruth | None:
         """What was found out of the exact block, once all jobs of the layer are done; frees the memory."""
-        plan, collector = self.plan, self.collector
-        del self.collector
-        shape = plan.layer.shape
+        shape, collector = self.layer.shape, self._collector
+        del self._collector
         if isinstance(collector, ProbeProducts):
-            self.values = {c.label: _squared_norms_by_probes(collector, c, terms) for c in candidates}
-            if not all(job.values for job in plan.jobs):
+            for c in candidates:
+                self.estimates.setdefault(c.label, []).append(_squared_norms_by_probes(collector, c, terms))
+            if not self.is_last:
                 return None
             trace = float(candidates[0].theta.sum())  # of F, whatever the basis
-            values = {c.label: torch.cat([job.values[c.label] for job in plan.jobs]) for c in candidates}
             least = max(float(c.theta.square().sum()) for c in candidates)  # |F|^2 is at least |Theta|^2
-            return LayerTruth(shape, plan.way, trace, _interval(values.values(), confidence, least), None, None)
+            squared_norm = _interval(map(torch.cat, self.estimates.values()), confidence, least)
+            return LayerTruth(shape, self.way, trace, squared_norm, None, None)
         block: Block
         if isinstance(collector, DenseSum):
             block = DenseBlock(shape, collector.matrices(terms))
@@ -175,20 +119,52 @@ class Job:
             block = GramBlock(shape, collector.rows(), terms)
         norm = block.frobenius_norm() ** 2
         eigenvalues = block.eigenvalues() if spectra else None
-        return LayerTruth(shape, plan.way, block.trace(), Interval(norm, norm, norm), eigenvalues, block)
+        return LayerTruth(shape, self.way, block.trace(), Interval(norm, norm, norm), eigenvalues, block)
 
 
-def packed(plans: Iterable[Plan], exact_memory: int) -> list[list[Job]]:
+def jobs_of(layer: Layer, num_rows: int, budgets: Budgets) -> list[Job]:
+    """The way that takes least memory of those that are exact, given the rows of J; probes, where none fits."""
+    groups, size = layer.shape.groups, layer.shape.d_out * layer.shape.d_in
+    dense = 4 * 8 * groups * size**2  # F, and what a solve with it takes
+    # J, its Gram matrix, and the eigenvectors of both in float64.
+    gram = groups * ((2 * layer.dtype.itemsize + 16) * num_rows * size + 6 * 8 * num_rows**2)
+    if min(dense, gram) <= budgets.exact_memory:
+        if dense <= gram:
+            return [Job(layer, "matrix", dense, lambda: DenseSum(budgets.memory_budget))]
+        return [Job(layer, "Gram matrix", gram, lambda: RowList(num_rows, budgets.memory_budget))]
+    one_probe = 3 * 8 * groups * size
+    at_a_time = max(1, max(budgets.exact_memory, budgets.memory_budget) // one_probe)
+    jobs: list[Job] = []
+    estimates: dict[str, list[Tensor]] = {}
+    for start in range(0, budgets.probes, at_a_time):
+        stop = min(start + at_a_time, budgets.probes)
+        make = partial(_probing, layer, range(start, stop), budgets)
+        taken = (stop - start) * one_probe
+        jobs.append(Job(layer, "probes", taken, make, estimates, is_last=stop == budgets.probes))
+    return jobs
+
+
+def _probing(layer: Layer, numbers: range, budgets: Budgets) -> ProbeProducts:
+    """By vectors of independent signs, [G, P, d_out * d_in]; each number has its own."""
+    groups, size = layer.shape.groups, layer.shape.d_out * layer.shape.d_in
+    signs = []
+    for number in numbers:
+        generator = torch.Generator().manual_seed(((budgets.seed << 20) + number) % 2**63)
+        signs.append(torch.randint(2, (groups, size), generator=generator, dtype=torch.int8))
+    vectors = torch.stack(signs, dim=1).to(device=layer.weight.device, dtype=layer.dtype)
+    return ProbeProducts(vectors.mul_(2).sub_(1), budgets.memory_budget)
+
+
+def packed(jobs: Iterable[Job], exact_memory: int) -> list[list[Job]]:
     """The jobs of each pass: in order, as many as fit the memory."""
     passes: list[list[Job]] = [[]]
     used = 0
-    for plan in plans:
-        for job in plan.jobs:
-            if passes[-1] and used + job.bytes > exact_memory:
-                passes.append([])
-                used = 0
-            passes[-1].append(job)
-            used += job.bytes
+    for job in jobs:
+        if passes[-1] and used + job.bytes > exact_memory:
+            passes.append([])
+            used = 0
+        passes[-1].append(job)
+        used += job.bytes
     return passes
 
 

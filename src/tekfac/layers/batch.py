@@ -65,14 +65,6 @@ class BatchShape(NamedTuple):
     d_out: int
 
 
-class _Part(NamedTuple):
-    """Rows of an application: a [K or 1, G, n, T, d_in], u [K or 1, G, n, T, d_out], counted [1 or G, n, T]."""
-
-    a: Tensor
-    u: Tensor
-    counted: Tensor | None
-
-
 @dataclass(frozen=True)
 class LayerBatch:
     """What one forward and backward pass left for one layer.
@@ -112,9 +104,9 @@ class LayerBatch:
     def rows(self, start: int, stop: int) -> Rows:
         """The rows of samples start..stop-1, in the canonical layout."""
         layer = self.layer
-        parts = [self._part(application, start, stop) for application in self.applications]
-        a, u = _joined([part.a for part in parts]), _joined([part.u for part in parts])
-        counted = _joined_masks(parts)
+        parts = (self._part(application, start, stop) for application in self.applications)
+        inputs, gradients, masks = zip(*parts, strict=True)
+        a, u, counted = _joined(inputs), _joined(gradients), _joined_masks(masks, inputs)
         if layer.shape.layout == "units":
             a, u = a.sum(dim=3, keepdim=True), u[:, :, :, :1]  # a is the gradient: a sample's is one sum
         if self.gradient_factor != 1:
@@ -128,8 +120,11 @@ class LayerBatch:
             a, tokens = _one_hot(a, layer)
         return Rows(a, u, counted, layer.shape.block_in, layer.shape.block_out, tokens, layer.is_tied)
 
-    def _part(self, application: Application, start: int, stop: int) -> _Part:
-        """Rows of one application; a first axis of k * samples holds k positions per sample."""
+    def _part(self, application: Application, start: int, stop: int) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Of one application: a [K or 1, G, n, T, d_in], u [K or 1, G, n, T, d_out], counted [1 or G, n, T].
+
+        A first axis of k * samples holds k positions per sample.
+        """
         layer = self.layer
         fold = len(application.inputs) // self.samples
         part = slice(start * fold, stop * fold)
@@ -150,7 +145,7 @@ class LayerBatch:
             real = application.real[part].transpose(0, 1)
             real = real.reshape(len(real), stop - start, -1)
             counted = real if counted is None else counted & real
-        return _Part(a, u, counted)
+        return a, u, counted
 
 
 def _nonzero(rows: Tensor) -> Tensor:
@@ -166,16 +161,16 @@ def _joined(parts: Sequence[Tensor]) -> Tensor:
     return torch.cat([part.expand(columns, *part.shape[1:]) for part in parts], dim=3)
 
 
-def _joined_masks(parts: Sequence[_Part]) -> Tensor | None:
+def _joined_masks(masks: Sequence[Tensor | None], inputs: Sequence[Tensor]) -> Tensor | None:
     """Which positions count, [1 or G, n, T], one application after the other; None where all do."""
-    if all(part.counted is None for part in parts):
+    if all(own is None for own in masks):
         return None
-    groups = max(1 if part.counted is None else len(part.counted) for part in parts)
-    masks = [
+    groups = max(1 if own is None else len(own) for own in masks)
+    parts = [
         a.new_ones(groups, *a.shape[2:4], dtype=torch.bool) if own is None else own.expand(groups, -1, -1)
-        for a, _, own in parts
+        for a, own in zip(inputs, masks, strict=True)
     ]
-    return torch.cat(masks, dim=2)
+    return torch.cat(parts, dim=2)
 
 
 def _columns_as_samples(a: Tensor, u: Tensor, counted: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:

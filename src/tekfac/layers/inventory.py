@@ -146,10 +146,8 @@ def _problem(name: str, module: nn.Module, kind: LayerKind) -> str | None:
 
 def find_parameter(module: nn.Module, name: str) -> nn.Parameter | None:
     """A parameter of the module, or of one of its submodules; None if something else stands there."""
-    try:
-        return module.get_parameter(name)
-    except AttributeError:
-        return None
+    found = attribute_at(module, name)
+    return found if isinstance(found, nn.Parameter) else None
 
 
 def _holders(model: nn.Module) -> dict[nn.Parameter, list[tuple[str, nn.Module]]]:

@@ -53,9 +53,8 @@ class Batches:
         _check(images, mean, std, batch_size, workers)
         self._pixels, self._labels = images.pixels.to(device), images.labels.to(device)
         self._scale = torch.tensor([1 / (255 * s) for s in std], device=device)[:, None, None]
-        self._shift = torch.tensor([-m / s for m, s in zip(mean, std, strict=True)], device=device)[
-            :, None, None
-        ]
+        shift = [-m / s for m, s in zip(mean, std, strict=True)]
+        self._shift = torch.tensor(shift, device=device)[:, None, None]
         self._batch_size, self._seed, self._workers = batch_size, seed, workers
         self._augment, self._shuffle = augment, shuffle
         self._count = -(-len(images) // batch_size)

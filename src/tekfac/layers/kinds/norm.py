@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -15,8 +16,6 @@ from torch import Tensor, nn
 
 from tekfac.layers.kinds.base import Application, Call, RowForm, SimpleKind
 from tekfac.layers.shapes import LayerShape, Layout
-
-Normalise = Callable[[nn.Module, Tensor], Tensor]
 
 
 @dataclass(frozen=True)
@@ -30,7 +29,7 @@ class UnitKind(SimpleKind):
     """
 
     layout: Layout = "units"
-    normalise: Normalise | None = None
+    normalise: Callable[[Any, Tensor], Tensor] | None = None
     channels: bool = False
 
     def applications(self, module: nn.Module, call: Call) -> list[Application]:
@@ -92,33 +91,25 @@ class InstanceNormKind(UnitKind):
         return super().applications(module, call)
 
 
-def _layer_norm(module: nn.Module, x: Tensor) -> Tensor:
-    return F.layer_norm(x, module.normalized_shape, eps=module.eps)  # type: ignore[arg-type]
-
-
-def _rms_norm(module: nn.Module, x: Tensor) -> Tensor:
-    return F.rms_norm(x, module.normalized_shape, eps=module.eps)  # type: ignore[arg-type]
-
-
-def _group_norm(module: nn.Module, x: Tensor) -> Tensor:
-    return F.group_norm(x, module.num_groups, eps=module.eps)  # type: ignore[arg-type]
-
-
-def _instance_norm(module: nn.Module, x: Tensor) -> Tensor:
+def _instance_norm(module: Any, x: Tensor) -> Tensor:
     if not module.training and module.track_running_stats:
         return _batch_norm(module, x)
-    return F.instance_norm(x, eps=module.eps)  # type: ignore[arg-type]
+    return F.instance_norm(x, eps=module.eps)
 
 
-def _batch_norm(module: nn.Module, x: Tensor) -> Tensor:
+def _batch_norm(module: Any, x: Tensor) -> Tensor:
     mean, variance = module.running_mean, module.running_var
     if module.training or mean is None:
-        return F.batch_norm(x, None, None, training=True, eps=module.eps)  # type: ignore[arg-type]
-    return F.batch_norm(x, mean.to(x), variance.to(x), eps=module.eps)  # type: ignore[arg-type]
+        return F.batch_norm(x, None, None, training=True, eps=module.eps)
+    return F.batch_norm(x, mean.to(x), variance.to(x), eps=module.eps)
 
 
-LAYER_NORM = UnitKind(normalise=_layer_norm)
-RMS_NORM = UnitKind(normalise=_rms_norm, bias=None)
-GROUP_NORM = UnitKind(normalise=_group_norm, channels=True)
-INSTANCE_NORM = InstanceNormKind(normalise=_instance_norm, channels=True)
-BATCH_NORM = UnitKind(normalise=_batch_norm, channels=True)
+LAYER_NORM = UnitKind(normalise=lambda module, x: F.layer_norm(x, module.normalized_shape, eps=module.eps))
+RMS_NORM = UnitKind(
+    bias=None, normalise=lambda module, x: F.rms_norm(x, module.normalized_shape, eps=module.eps)
+)
+GROUP_NORM = UnitKind(
+    channels=True, normalise=lambda module, x: F.group_norm(x, module.num_groups, eps=module.eps)
+)
+INSTANCE_NORM = InstanceNormKind(channels=True, normalise=_instance_norm)
+BATCH_NORM = UnitKind(channels=True, normalise=_batch_norm)
