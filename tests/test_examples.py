@@ -85,6 +85,7 @@ def laplace_tables() -> Any:
     return tables
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", [*METHODS, "exact blocks"])
 def test_the_evidence_is_finite_and_has_its_maximum_inside_the_grid(laplace_tables: Any, method: str) -> None:
     row = laplace_tables["evidence"][method]
@@ -93,6 +94,7 @@ def test_the_evidence_is_finite_and_has_its_maximum_inside_the_grid(laplace_tabl
     assert math.log10(ends[0]) < row["log10 tau"] < math.log10(ends[1])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", METHODS)
 def test_the_posterior_costs_little_on_test_images_and_gains_beyond_them(
     laplace_tables: Any, method: str
@@ -104,6 +106,7 @@ def test_the_posterior_costs_little_on_test_images_and_gains_beyond_them(
     assert row["AUROC"] > network["AUROC"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", [*METHODS, "exact blocks"])
 def test_with_validation_images_the_posterior_costs_nothing(laplace_tables: Any, method: str) -> None:
     network, row = laplace_tables["validation"]["MAP"], laplace_tables["validation"][method]

@@ -113,6 +113,7 @@ def test_the_samples_are_counted_and_the_rest_is_left_out(user: Path) -> None:
     assert not (user.parent / "out" / "errors.png").exists()
 
 
+@pytest.mark.slow
 def test_large_layers_are_measured_by_probes(user: Path, capsys: pytest.CaptureFixture[str]) -> None:
     layers = "nn.Flatten(), nn.Linear(16, 300), nn.ReLU(), nn.Linear(300, 4)"
     user.write_text(f"{SOURCE}\ndef wide():\n    return nn.Sequential({layers})\n")
@@ -236,6 +237,7 @@ def test_a_whole_model_as_checkpoint_is_refused(user: Path, capsys: pytest.Captu
     assert "no checkpoint of tensors that can be read safely" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_layer_without_gradients_is_left_out_of_the_figures(user: Path) -> None:
     assert run(user, model="zero") == 0
     assert (user.parent / "out" / "spectra.png").exists()

@@ -373,6 +373,7 @@ def test_models_that_differ_in_a_function_are_told_apart() -> None:
     assert fingerprint(Activated(torch.tanh)) != fingerprint(Activated(torch.relu))
 
 
+@pytest.mark.slow
 def test_the_words_for_a_survey_are_the_same_in_every_process() -> None:
     code = (
         "from torch import nn; from tekfac.fisher.metadata import metadata_of, fingerprint;"

@@ -33,18 +33,21 @@ def runs(script: ModuleType) -> Any:
     return script.main()
 
 
+@pytest.mark.slow
 def test_the_loss_is_lower_than_that_of_sgd(script: ModuleType, runs: Any) -> None:
     tekfac, sgd, _ = runs
     untrained = 1.386 if script.__name__.endswith("bert") else 4.852  # log 4 modules, log 128 bytes
     assert script.loss_of(tekfac) < script.loss_of(sgd) < 0.65 * untrained
 
 
+@pytest.mark.slow
 def test_a_run_resumed_from_its_checkpoint_is_the_uninterrupted_one(runs: Any) -> None:
     tekfac, _, resumed = runs
     assert resumed.state.global_step == tekfac.state.global_step
     assert_same_end(tekfac.model, tekfac.optimizer, resumed.model, resumed.optimizer)
 
 
+@pytest.mark.slow
 def test_every_parameter_is_preconditioned_those_of_embeddings_norms_and_conv1d_included(runs: Any) -> None:
     tekfac, _, _ = runs
     kinds = {type(module).__name__ for module in tekfac.model.modules()}

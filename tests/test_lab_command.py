@@ -223,7 +223,11 @@ def test_untuned_runs_have_the_settings_of_the_paper(in_process: list[RunConfig]
 
 
 @pytest.mark.parametrize(
-    ("name", "runs", "printed"), [("table-vartheta", 7, "74.74 ± 0.11"), ("table-lr", 4, "72.47 ± 0.23")]
+    ("name", "runs", "printed"),
+    [
+        pytest.param("table-vartheta", 7, "74.74 ± 0.11", marks=pytest.mark.slow),
+        ("table-lr", 4, "72.47 ± 0.23"),
+    ],
 )
 @pytest.mark.usefixtures("no_figures", "tiny_tasks")
 def test_the_tables_of_sensitivity_have_a_row_of_ours_and_one_of_the_paper(
@@ -454,6 +458,7 @@ def test_a_wrong_setting_of_the_last_optimizer_is_told_before_the_first_is_run(
     assert in_process == []
 
 
+@pytest.mark.slow
 def test_the_runs_of_a_study_of_sensitivity_do_not_enter_the_table_of_accuracies(
     in_process: list[RunConfig], tiny_tasks: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -65,6 +65,7 @@ def test_shared_data_are_the_same_and_bring_their_hash(monkeypatch: pytest.Monke
     assert not path.exists()
 
 
+@pytest.mark.slow
 def test_data_that_cannot_be_had_fail_their_own_job_alone(tmp_path: Path) -> None:
     bad = replace(BASE, data="folder", data_dir=str(tmp_path / "nowhere"))
     jobs = [Job("bad", (bad,), (tmp_path / "0",)), Job("good", (BASE,), (tmp_path / "1",))]
@@ -129,10 +130,8 @@ def test_cores_are_divided_among_the_processes_unless_somebody_says_how_many_thr
     assert share(free, 1).threads == cores()
 
 
-@pytest.mark.parametrize(
-    "variable",
-    [THREADS_VARIABLES[0], *(pytest.param(name, marks=pytest.mark.slow) for name in THREADS_VARIABLES[1:])],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("variable", THREADS_VARIABLES)
 def test_a_number_of_threads_in_the_environment_is_respected(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, variable: str
 ) -> None:

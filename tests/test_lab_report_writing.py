@@ -285,7 +285,11 @@ def words(figure: Figure) -> list[str]:
     return [text.get_text() for text in figure.legends[0].get_texts()]
 
 
-@pytest.mark.parametrize("others", [False, True], ids=["alone", "beside other tasks"])
+@pytest.mark.parametrize(
+    "others",
+    [False, pytest.param(True, marks=pytest.mark.slow)],
+    ids=["alone", "beside other tasks"],
+)
 def test_a_task_without_any_finite_loss_is_reported_as_diverged(tmp_path: Path, others: bool) -> None:
     write_run(tmp_path / "runs" / "a", [0.1], losses=[None], status="diverged", layers=("fc",))
     if others:
@@ -302,6 +306,7 @@ def test_a_task_without_any_finite_loss_is_reported_as_diverged(tmp_path: Path, 
     assert not any("none" in name for name in names)
 
 
+@pytest.mark.slow
 def test_names_are_shown_letter_by_letter(tmp_path: Path) -> None:
     nasty = ("_of mine", "$x$", r"a\$b$ and $c_{$", "$")
     for index, name in enumerate(nasty):
@@ -341,6 +346,7 @@ def test_settings_are_shown_letter_by_letter(tmp_path: Path) -> None:
     settle(sensitivity(summary, "_b$$"))
 
 
+@pytest.mark.slow
 def test_the_curvature_is_that_of_the_first_seed_as_its_caption_says(tmp_path: Path) -> None:
     for optimizer in METHODS:
         for seed in (5, 3):
