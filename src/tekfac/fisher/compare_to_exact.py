@@ -24,7 +24,7 @@ from tekfac.curvature.blocks.dense import DenseBlock
 from tekfac.fisher.approximation import Approximation
 from tekfac.fisher.collectors import Collector, FactorSums, RowCount, SquareSums
 from tekfac.fisher.comparison_table import Comparison, Interval, LayerTruth, Row
-from tekfac.fisher.exact_within_memory import Budgets, Candidate, Job, jobs_of, packed
+from tekfac.fisher.exact_within_memory import Candidate, Job, jobs_of, packed
 from tekfac.fisher.metadata import metadata_of
 from tekfac.fisher.options import Keywords, Options, resolve
 from tekfac.fisher.survey import Survey
@@ -77,8 +77,11 @@ def compare(
     _check(chosen, damping, exact_memory, probes, confidence)
     survey = Survey(model, loader, options, passes=2)
     squares, num_rows = _bases(survey, options, {a.factor_choice: a for a in chosen})
-    budgets = Budgets(exact_memory, probes, options.memory_budget, options.seed)
-    todo = [job for name, count in num_rows.items() for job in jobs_of(survey.layers[name], count, budgets)]
+    todo = [
+        job
+        for name, count in num_rows.items()
+        for job in jobs_of(survey.layers[name], count, exact_memory, probes, options)
+    ]
     rows: list[Row] = []
     truths: dict[str, LayerTruth] = {}
     for number, jobs in enumerate(packed(todo, exact_memory)):

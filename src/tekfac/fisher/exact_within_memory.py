@@ -23,6 +23,7 @@ from tekfac.curvature.blocks.kronecker import KroneckerBlock
 from tekfac.fisher.approximation import Approximation
 from tekfac.fisher.collectors import Collector, DenseSum, ProbeProducts, RowList, SquareSums
 from tekfac.fisher.comparison_table import Interval, LayerTruth
+from tekfac.fisher.options import Options
 from tekfac.layers.layer import Layer
 
 
@@ -52,23 +53,6 @@ class Candidate:
         """|F_hat|^2 - 2 <F, F_hat> = |S|^2 - 2 sum(S * Theta): what the squared error has beside |F|^2."""
         rescaling = self.block.rescaling.double()
         return float(rescaling.square().sum()) - 2 * float((rescaling * self.theta).sum())
-
-
-@dataclass(frozen=True)
-class Budgets:
-    """What may be spent.
-
-    Attributes:
-        exact_memory: bytes for exact blocks at a time.
-        probes: how many, where they do not fit.
-        memory_budget: bytes of working memory for the rows of one layer.
-        seed: of the probes.
-    """
-
-    exact_memory: int
-    probes: int
-    memory_budget: int
-    seed: int
 
 
 @dataclass
@@ -122,37 +106,46 @@ class Job:
         return LayerTruth(shape, self.way, block.trace(), Interval(norm, norm, norm), eigenvalues, block)
 
 
-def jobs_of(layer: Layer, num_rows: int, budgets: Budgets) -> list[Job]:
-    """The way that takes least memory of those that are exact, given the rows of J; probes, where none fits."""
+def jobs_of(layer: Layer, num_rows: int, exact_memory: int, probes: int, options: Options) -> list[Job]:
+    """The way that takes least memory of those that are exact; probes, where neither fits.
+
+    Args:
+        layer: whose block.
+        num_rows: of J.
+        exact_memory: bytes for exact blocks at a time.
+        probes: how many, where they do not fit.
+        options: with the memory for the rows of one layer, and the seed of the probes.
+    """
+    budget = options.memory_budget
     groups, size = layer.shape.groups, layer.shape.d_out * layer.shape.d_in
     dense = 4 * 8 * groups * size**2  # F, and what a solve with it takes
     # J, its Gram matrix, and the eigenvectors of both in float64.
     gram = groups * ((2 * layer.dtype.itemsize + 16) * num_rows * size + 6 * 8 * num_rows**2)
-    if min(dense, gram) <= budgets.exact_memory:
+    if min(dense, gram) <= exact_memory:
         if dense <= gram:
-            return [Job(layer, "matrix", dense, lambda: DenseSum(budgets.memory_budget))]
-        return [Job(layer, "Gram matrix", gram, lambda: RowList(num_rows, budgets.memory_budget))]
+            return [Job(layer, "matrix", dense, lambda: DenseSum(budget))]
+        return [Job(layer, "Gram matrix", gram, lambda: RowList(num_rows, budget))]
     one_probe = 3 * 8 * groups * size
-    at_a_time = max(1, max(budgets.exact_memory, budgets.memory_budget) // one_probe)
+    at_a_time = max(1, max(exact_memory, budget) // one_probe)
     jobs: list[Job] = []
     estimates: dict[str, list[Tensor]] = {}
-    for start in range(0, budgets.probes, at_a_time):
-        stop = min(start + at_a_time, budgets.probes)
-        make = partial(_probing, layer, range(start, stop), budgets)
+    for start in range(0, probes, at_a_time):
+        stop = min(start + at_a_time, probes)
+        make = partial(_probing, layer, range(start, stop), options)
         taken = (stop - start) * one_probe
-        jobs.append(Job(layer, "probes", taken, make, estimates, is_last=stop == budgets.probes))
+        jobs.append(Job(layer, "probes", taken, make, estimates, is_last=stop == probes))
     return jobs
 
 
-def _probing(layer: Layer, numbers: range, budgets: Budgets) -> ProbeProducts:
+def _probing(layer: Layer, numbers: range, options: Options) -> ProbeProducts:
     """By vectors of independent signs, [G, P, d_out * d_in]; each number has its own."""
     groups, size = layer.shape.groups, layer.shape.d_out * layer.shape.d_in
     signs = []
     for number in numbers:
-        generator = torch.Generator().manual_seed(((budgets.seed << 20) + number) % 2**63)
+        generator = torch.Generator().manual_seed(((options.seed << 20) + number) % 2**63)
         signs.append(torch.randint(2, (groups, size), generator=generator, dtype=torch.int8))
     vectors = torch.stack(signs, dim=1).to(device=layer.weight.device, dtype=layer.dtype)
-    return ProbeProducts(vectors.mul_(2).sub_(1), budgets.memory_budget)
+    return ProbeProducts(vectors.mul_(2).sub_(1), options.memory_budget)
 
 
 def packed(jobs: Iterable[Job], exact_memory: int) -> list[list[Job]]:

@@ -28,6 +28,7 @@ _KINDS: dict[type[nn.Module] | str, LayerKind] = {
     nn.GroupNorm: GROUP_NORM,
     **dict.fromkeys((nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d), BATCH_NORM),
     **dict.fromkeys((nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d), INSTANCE_NORM),
+    **huggingface.KINDS,
 }
 
 
@@ -55,10 +56,6 @@ def register_layer(module_type: type[nn.Module] | str, kind: LayerKind) -> None:
             "LinearKind(layout='input first')."
         )
     _KINDS[module_type] = kind
-
-
-for _name, _kind in huggingface.KINDS.items():
-    register_layer(_name, _kind)
 
 
 def supported_types() -> list[str]:

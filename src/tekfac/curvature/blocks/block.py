@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from numbers import Real
 from typing import TYPE_CHECKING, Any
@@ -173,7 +173,10 @@ class Block(ABC):
             ValueError: for tensors of other shapes.
         """
         given = [to_tensor(part) for part in (weight, bias) if part is not None]
-        self._require_shapes(given)
+        shapes = dict(list(self.shape.parameters.items())[: len(given)])
+        if len(given) > len(shapes):
+            raise ValueError(f"Layer {self.name!r} has no bias. Expected the weight alone.")
+        require_shapes(dict(zip(shapes, given, strict=True)), shapes)
         matrix = self.shape.to_matrix(given[0], None if bias is None else given[1])
         return as_given(matrix.flatten(-3, -2), weight)
 
@@ -185,17 +188,6 @@ class Block(ABC):
     def matrix_shape(self) -> tuple[int, int]:
         """Of the gradient matrix: outputs (of all groups), inputs and bias."""
         return self.shape.groups * self.shape.d_out, self.shape.d_in
-
-    def _require_shapes(self, given: Sequence[Tensor]) -> None:
-        leading = tuple(given[0].shape[: given[0].ndim - len(self.shape.weight)])
-        expected = [(*leading, *shape) for shape in self.shape.parameters.values()]
-        if [tuple(tensor.shape) for tensor in given] != expected[: len(given)]:
-            found = [list(tensor.shape) for tensor in given]
-            shapes = [f"[..., {', '.join(map(str, shape))}]" for shape in self.shape.parameters.values()]
-            raise ValueError(
-                f"Layer {self.name!r} got tensors of shape {found}. Expected {' and '.join(shapes)}, with the "
-                "same leading axes."
-            )
 
     def _split(self, matrix: Tensor) -> Tensor:
         """[..., G * d_out, d_in] as [..., G, d_out, d_in]."""
@@ -241,6 +233,20 @@ class Block(ABC):
                 f"{gigabytes:.1f} GiB. matvec, solve, eigenvalues, logdet and the norms never form it; to form "
                 f"it anyway, to_dense(limit={self.size})."
             )
+
+
+def require_shapes(tensors: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]) -> None:
+    """Raise ValueError for tensors, by name, that are not [..., *shape], or differ in their leading axes."""
+    leading = {}
+    for name, shape in shapes.items():
+        found = tuple(tensors[name].shape)
+        leading[name] = found[: len(found) - len(shape)]
+        if found != (*leading[name], *shape):
+            expected = ", ".join(map(str, shape))
+            raise ValueError(f"{name} has shape {list(found)}. Expected [..., {expected}].")
+    if len(set(leading.values())) > 1:
+        axes = ", ".join(f"{name} {list(own)}" for name, own in leading.items())
+        raise ValueError(f"The tensors differ in their leading axes: {axes}. Expected the same for all.")
 
 
 def norm_of(tensor: Tensor) -> float:

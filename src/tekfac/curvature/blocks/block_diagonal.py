@@ -12,7 +12,7 @@ from torch import Tensor
 
 from tekfac.common.arrays import Array, as_given, formed_array, is_array, to_tensor
 from tekfac.common.extras import require
-from tekfac.curvature.blocks.block import DENSE_LIMIT, Block, checked_damping
+from tekfac.curvature.blocks.block import DENSE_LIMIT, Block, checked_damping, require_shapes
 
 if TYPE_CHECKING:
     from numpy.typing import DTypeLike, NDArray
@@ -169,14 +169,12 @@ class BlockDiagonal(Mapping[str, AnyBlock], Generic[AnyBlock]):
 
         `sqrt_matvec` and `inv_sqrt_matvec` turn it into noise of covariance F + damping I, or its inverse.
         """
-        drawn_on = None if generator is None else generator.device
-
-        def draw(shape: tuple[int, ...], block: Block) -> Tensor:
-            noise = torch.randn(*leading, *shape, generator=generator, dtype=block.dtype, device=drawn_on)
-            return noise.to(block.device)
-
-        blocks = self.values()
-        return {name: draw(shape, b) for b in blocks for name, shape in b.shape.parameters.items()}
+        drawn_on, noise = None if generator is None else generator.device, {}
+        for block in self.values():
+            for name, shape in block.shape.parameters.items():
+                drawn = torch.randn(*leading, *shape, generator=generator, dtype=block.dtype, device=drawn_on)
+                noise[name] = drawn.to(block.device)
+        return noise
 
     # -- SciPy -------------------------------------------------------------------------------------------
 
@@ -199,7 +197,6 @@ class BlockDiagonal(Mapping[str, AnyBlock], Generic[AnyBlock]):
 
     def _operator(self, product: Callable[[dict[str, Tensor]], dict[str, Tensor]]) -> Any:
         linalg = require("scipy.sparse.linalg", "A linear operator")
-        number = str(self.dtype).removeprefix("torch.")
 
         def on_columns(columns: Any) -> Any:
             """[size] or [size, k], as SciPy has it."""
@@ -207,14 +204,9 @@ class BlockDiagonal(Mapping[str, AnyBlock], Generic[AnyBlock]):
             products = self.to_vector(product(self.from_vector(vectors.movedim(0, -1))))
             return products.movedim(-1, 0).cpu().numpy()
 
-        return linalg.LinearOperator(
-            (self.size, self.size),
-            matvec=on_columns,
-            rmatvec=on_columns,
-            matmat=on_columns,
-            rmatmat=on_columns,
-            dtype=number,
-        )
+        products = dict.fromkeys(("matvec", "rmatvec", "matmat", "rmatmat"), on_columns)
+        dtype = str(self.dtype).removeprefix("torch.")
+        return linalg.LinearOperator((self.size, self.size), dtype=dtype, **products)
 
     # -- helpers -----------------------------------------------------------------------------------------
 
@@ -253,15 +245,7 @@ class BlockDiagonal(Mapping[str, AnyBlock], Generic[AnyBlock]):
         ):
             types = ", ".join(f"{name} a {type(tensors[name]).__name__}" for name in shapes)
             raise TypeError(f"Expected tensors, or NumPy arrays, for all parameters. Got {types}.")
-        found = {name: tuple(tensors[name].shape) for name in shapes}
-        for name, shape in shapes.items():
-            if found[name][len(found[name]) - len(shape) :] != shape or len(found[name]) < len(shape):
-                expected = ", ".join(map(str, shape))
-                raise ValueError(f"{name} has shape {list(found[name])}. Expected [..., {expected}].")
-        leading = {name: found[name][: len(found[name]) - len(shape)] for name, shape in shapes.items()}
-        if len(set(leading.values())) > 1:
-            axes = ", ".join(f"{name} {list(own)}" for name, own in leading.items())
-            raise ValueError(f"The tensors differ in their leading axes: {axes}. Expected the same for all.")
+        require_shapes(tensors, shapes)
 
     def _damping_of(self, block: Block, damping: Damping) -> float:
         if not isinstance(damping, Mapping):

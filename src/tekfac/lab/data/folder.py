@@ -50,7 +50,8 @@ def listed(folder: Path) -> tuple[tuple[str, ...], Labelled, Labelled]:
         ValueError: if the folder is not laid out as expected.
     """
     halves = [folder / half for half in ("train", "test")]
-    if not any(half.is_dir() for half in halves):
+    missing = [half for half in halves if not half.is_dir()]
+    if missing == halves:
         classes = _classes(folder)
         every = [list(enumerate(_files(folder / name))) for name in classes]
         train = [(p, label) for label, one in enumerate(every) for i, p in one if (i + 1) % TEST_EVERY]
@@ -60,11 +61,10 @@ def listed(folder: Path) -> tuple[tuple[str, ...], Labelled, Labelled]:
                 f"No class in {str(folder)!r} has {TEST_EVERY} images, so that none is to test on."
             )
         return classes, train, test
-    for half in halves:
-        if not half.is_dir():
-            raise ValueError(
-                f"{str(half)!r} is missing. Expected a folder 'train' and a folder 'test' beside it."
-            )
+    if missing:
+        raise ValueError(
+            f"{str(missing[0])!r} is missing. Expected a folder 'train' and a folder 'test' beside it."
+        )
     classes = _classes(halves[0])
     strange = [name for name in _classes(halves[1], least=1) if name not in classes]
     if strange:

@@ -83,19 +83,19 @@ def read_official(place: Place, *, allow_partial: bool = False) -> DataSet:
     known, layout = place.known, place.layout
     train, test = _split(place, "train"), _split(place, "test")
     found, official = (len(train), len(test)), known.counts
-    notes: tuple[str, ...] = ()
-    if found != official:
+    notes = tuple(
+        f"{have:,} of the official {of:,} {what} images of {known.name}"
+        for have, of, what in zip(found, official, ("training", "test"), strict=True)
+        if have != of
+    )
+    if notes and not allow_partial:
         missing = [file.name for file in layout.of("train", "test") if not (place.folder / file.name).is_file()]
         without = f" (without {', '.join(missing)})" if missing else ""
-        if not allow_partial:
-            raise ValueError(
-                f"{str(place.folder)!r} has {found[0]:,} images to train on and {found[1]:,} to test on"
-                f"{without}; {known.name} has {official[0]:,} and {official[1]:,}. Pass --allow-partial if "
-                "that is meant."
-            )
-        for have, of, what in zip(found, official, ("training", "test"), strict=True):
-            if have != of:
-                notes += (f"{have:,} of the official {of:,} {what} images of {known.name}",)
+        raise ValueError(
+            f"{str(place.folder)!r} has {found[0]:,} images to train on and {found[1]:,} to test on"
+            f"{without}; {known.name} has {official[0]:,} and {official[1]:,}. Pass --allow-partial if "
+            "that is meant."
+        )
     classes = read_classes(place)
     return DataSet(known.name, train, test, classes, known.mean, known.std, known.augmented, notes)
 

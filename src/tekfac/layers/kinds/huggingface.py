@@ -19,7 +19,7 @@ _CONV1D = LinearKind(layout="input first")
 _RMS_NORM = UnitKind(bias=None, normalise=_rms_norm)
 _SCALED_TABLE = TableKind(scale=lambda module: module.embed_scale)  # type: ignore[arg-type, return-value]
 
-KINDS: dict[str, LayerKind] = {
+KINDS: dict[type[nn.Module] | str, LayerKind] = {
     "transformers.pytorch_utils.Conv1D": _CONV1D,
     **{
         f"transformers.models.{model}.modeling_{model}.{norm}": _RMS_NORM

@@ -129,7 +129,7 @@ class _Unrolled(Replay):
             parts = [part[:, None] if unbatched else part for part in parts]
         return list(zip(*parts, strict=True))
 
-    def _parameter(self, name: str) -> Tensor | None:
+    def _parameter(self, name: str) -> Any:
         parameter = getattr(self._module, name, None)
         return None if parameter is None else parameter.detach().to(self._dtype)
 
@@ -142,8 +142,6 @@ class _Unrolled(Replay):
             self._parameter(f"{name}_{suffix}")
             for name in ("weight_ih", "weight_hh", "weight_hr", "bias_ih", "bias_hh")
         )
-        assert of_inputs is not None
-        assert of_state is not None
         from_inputs = self._probes.added(F.linear(x, of_inputs, input_bias)).unbind(0)
         at_state = self._probes.like(steps, samples, len(of_state), example=x).unbind(0)
         at_output = None
