@@ -10,7 +10,7 @@ import pytest
 
 from lab_data import Server, archive, contents, parts, serving
 from tekfac.lab.data import load
-from tekfac.lab.data.catalogue import CIFAR10, SVHN, Download, Layout
+from tekfac.lab.data.catalogue import CIFAR10, SVHN, File, Layout
 from tekfac.lab.data.fetching import download, fetch, fetch_layout, is_complete
 
 BODY = bytes(range(256)) * 4096
@@ -26,8 +26,8 @@ def md5(raw: bytes) -> str:
     return hashlib.md5(raw, usedforsecurity=False).hexdigest()
 
 
-def of(server: Server, body: bytes = BODY) -> Download:
-    return Download(f"{server.address}/file.bin", md5(body))
+def of(server: Server, body: bytes = BODY) -> tuple[str, File]:
+    return f"{server.address}/", File("file.bin", "other", md5=md5(body))
 
 
 # -- one file -------------------------------------------------------------------------------------------------
@@ -35,8 +35,8 @@ def of(server: Server, body: bytes = BODY) -> Download:
 
 def test_a_file_is_fetched_whole_and_only_once(tmp_path: Path) -> None:
     with serving({"file.bin": BODY}) as server:
-        assert download(of(server), tmp_path / "new") == tmp_path / "new" / "file.bin"
-        assert download(of(server), tmp_path / "new").read_bytes() == BODY
+        assert download(*of(server), tmp_path / "new") == tmp_path / "new" / "file.bin"
+        assert download(*of(server), tmp_path / "new").read_bytes() == BODY
     assert server.asked == ["file.bin"]
     assert [path.name for path in (tmp_path / "new").iterdir()] == ["file.bin"]
 
@@ -44,10 +44,10 @@ def test_a_file_is_fetched_whole_and_only_once(tmp_path: Path) -> None:
 def test_a_connection_that_ends_early_leaves_nothing_and_may_be_tried_again(tmp_path: Path) -> None:
     with serving({"file.bin": BODY}, stops_after=HALF) as server:
         with pytest.raises(OSError, match=rf"Cannot fetch {server.address}/file\.bin: .*{HALF}.*Try again"):
-            download(of(server), tmp_path)
+            download(*of(server), tmp_path)
         assert list(tmp_path.iterdir()) == []
         server.stops_after = None
-        assert download(of(server), tmp_path).read_bytes() == BODY
+        assert download(*of(server), tmp_path).read_bytes() == BODY
 
 
 def test_another_file_than_the_official_one_is_removed(tmp_path: Path) -> None:
@@ -58,14 +58,14 @@ def test_another_file_than_the_official_one_is_removed(tmp_path: Path) -> None:
             match=rf"not the official file: .*expected md5:{md5(BODY)} but got {md5(b'something else')}",
         ),
     ):
-        download(of(server), tmp_path)
+        download(*of(server), tmp_path)
     assert list(tmp_path.iterdir()) == []
 
 
 def test_a_damaged_file_is_fetched_again(tmp_path: Path) -> None:
     (tmp_path / "file.bin").write_bytes(b"damaged")
     with serving({"file.bin": BODY}) as server:
-        assert download(of(server), tmp_path).read_bytes() == BODY
+        assert download(*of(server), tmp_path).read_bytes() == BODY
 
 
 def test_what_cannot_be_fetched_can_be_put_there_by_hand(tmp_path: Path) -> None:
@@ -74,11 +74,11 @@ def test_what_cannot_be_fetched_can_be_put_there_by_hand(tmp_path: Path) -> None
             rf"Cannot fetch {server.address}/file\.bin: .*Not Found.*hand and put it at '{tmp_path}/file\.bin'"
         )
         with pytest.raises(OSError, match=message):
-            download(of(server), tmp_path)
+            download(*of(server), tmp_path)
     with pytest.raises(OSError, match=r"refused.*fetch it by hand"):
-        download(of(server), tmp_path)
+        download(*of(server), tmp_path)
     (tmp_path / "file.bin").write_bytes(BODY)
-    assert download(of(server), tmp_path) == tmp_path / "file.bin"
+    assert download(*of(server), tmp_path) == tmp_path / "file.bin"
 
 
 # -- a data set -----------------------------------------------------------------------------------------------
@@ -86,11 +86,14 @@ def test_what_cannot_be_fetched_can_be_put_there_by_hand(tmp_path: Path) -> None
 
 def published(server: Server, layout: Layout) -> Layout:
     """The layout with the checksums of what the server has."""
-    sources = (
-        replace(one, address=f"{server.address}/{one.file}", md5=md5(server.files[one.file]))
-        for one in layout.downloads
-    )
-    return replace(layout, downloads=tuple(sources))
+
+    def here(file: File) -> File:
+        return replace(file, md5=md5(server.files[file.name]))
+
+    layout = replace(layout, server=f"{server.address}/")
+    if layout.archive is None:
+        return replace(layout, files=tuple(map(here, layout.files)))
+    return replace(layout, archive=here(layout.archive))
 
 
 @pytest.mark.parametrize("kind", ["python", "binary"])
@@ -99,12 +102,13 @@ def test_an_archive_is_fetched_and_unpacked(kind: str, tmp_path: Path) -> None:
     files = contents(CIFAR10, layout, parts(CIFAR10, layout, 3))
     packed = archive(tmp_path / "packed", {f"{layout.folder}/{name}": raw for name, raw in files.items()})
     to = tmp_path / "to"
-    with serving({layout.downloads[0].file: packed.read_bytes()}) as server:
+    assert layout.archive is not None
+    with serving({layout.archive.name: packed.read_bytes()}) as server:
         assert fetch_layout(published(server, layout), to, quiet=True) == to / layout.folder
         assert len(load("cifar10", to, allow_partial=True).train) == 15
         (to / layout.folder / "batches.meta").unlink(missing_ok=True)
         fetch_layout(published(server, layout), to)
-    assert server.asked == [layout.downloads[0].file], "the archive is kept, and unpacked again"
+    assert server.asked == [layout.archive.name], "the archive is kept, and unpacked again"
     assert (to / layout.folder / layout.files[-1].name).is_file()
 
 
@@ -118,7 +122,9 @@ def test_plain_files_are_fetched_into_the_official_folder(tmp_path: Path) -> Non
 
 def test_complete_sets_are_not_fetched_again(tmp_path: Path) -> None:
     layout = CIFAR10.layout("binary")
-    small = replace(layout, files=tuple(replace(file, size=3 * 3073) for file in layout.files), downloads=())
+    small = replace(
+        layout, files=tuple(replace(file, size=3 * 3073) for file in layout.files), server="nowhere"
+    )
     for name, raw in contents(CIFAR10, layout, parts(CIFAR10, layout, 3)).items():
         (tmp_path / layout.folder).mkdir(exist_ok=True)
         (tmp_path / layout.folder / name).write_bytes(raw)

@@ -15,24 +15,11 @@ STANFORD = "http://ufldl.stanford.edu/housenumbers/"
 
 
 @dataclass(frozen=True)
-class Download:
-    """A file on the official server, with its checksum."""
-
-    address: str
-    md5: str
-
-    @property
-    def file(self) -> str:
-        """The last part of the address."""
-        return self.address.rpartition("/")[2]
-
-
-@dataclass(frozen=True)
 class File:
     """An official file.
 
     Attributes:
-        name: in the official folder.
+        name: in the official folder, and on the server.
         role: images to train or test on, names of the classes, or nothing that is read.
         images: how many it holds officially.
         size: bytes; of text and of pickles about so many.
@@ -53,12 +40,13 @@ class File:
 
 @dataclass(frozen=True)
 class Layout:
-    """One of the ways in which a set is distributed."""
+    """One of the ways in which a set is distributed: in an archive, or file by file where there is none."""
 
     kind: Kind
     folder: str
     files: tuple[File, ...]
-    downloads: tuple[Download, ...]
+    archive: File | None = None
+    server: str = TORONTO
 
     def of(self, *roles: Role) -> tuple[File, ...]:
         """The files of some roles."""
@@ -129,7 +117,7 @@ CIFAR10 = Known(
                 File("test_batch", "test", 10_000, 31_035_526, "40351d587109b95175f43aff81a1287e"),
                 File("batches.meta", "classes", md5="5ff9c542aee3614f3951f8cda6e48888"),
             ),
-            (Download(f"{TORONTO}cifar-10-python.tar.gz", "c58f30108f718f92721af3b95e74349a"),),
+            archive=File("cifar-10-python.tar.gz", "other", md5="c58f30108f718f92721af3b95e74349a"),
         ),
         Layout(
             "binary",
@@ -139,7 +127,7 @@ CIFAR10 = Known(
                 File("test_batch.bin", "test", 10_000, 30_730_000),
                 File("batches.meta.txt", "classes"),
             ),
-            (Download(f"{TORONTO}cifar-10-binary.tar.gz", "c32a1d4ab5d03f1284b67883e8d87530"),),
+            archive=File("cifar-10-binary.tar.gz", "other", md5="c32a1d4ab5d03f1284b67883e8d87530"),
         ),
     ),
 )
@@ -161,7 +149,7 @@ CIFAR100 = Known(
                 File("test", "test", 10_000, 31_050_000, "f0ef6b0ae62326f3e7ffdfab6717acfc"),
                 File("meta", "classes", md5="7973b15100ade9c7d40fb424638fde48"),
             ),
-            (Download(f"{TORONTO}cifar-100-python.tar.gz", "eb9058c3a382ffc7106e4002c42a8d85"),),
+            archive=File("cifar-100-python.tar.gz", "other", md5="eb9058c3a382ffc7106e4002c42a8d85"),
         ),
         Layout(
             "binary",
@@ -172,7 +160,7 @@ CIFAR100 = Known(
                 File("fine_label_names.txt", "classes"),
                 File("coarse_label_names.txt", "other"),
             ),
-            (Download(f"{TORONTO}cifar-100-binary.tar.gz", "03b5dce01913d631647c71ecec9e9cb8"),),
+            archive=File("cifar-100-binary.tar.gz", "other", md5="03b5dce01913d631647c71ecec9e9cb8"),
         ),
     ),
 )
@@ -192,10 +180,7 @@ SVHN = Known(
                 File("train_32x32.mat", "train", 73_257, 182_040_794, "e26dedcc434d2e4c54c9b2d4a06d8373"),
                 File("test_32x32.mat", "test", 26_032, 64_275_384, "eb5a983be6a315427106f1b164d9cef3"),
             ),
-            (
-                Download(f"{STANFORD}train_32x32.mat", "e26dedcc434d2e4c54c9b2d4a06d8373"),
-                Download(f"{STANFORD}test_32x32.mat", "eb5a983be6a315427106f1b164d9cef3"),
-            ),
+            server=STANFORD,
         ),
     ),
 )

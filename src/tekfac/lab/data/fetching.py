@@ -9,7 +9,7 @@ from typing import Any
 from tekfac.common.console import progress
 from tekfac.common.extras import require
 from tekfac.lab.data.archives import unpack
-from tekfac.lab.data.catalogue import Download, Layout, named
+from tekfac.lab.data.catalogue import File, Layout, named
 from tekfac.lab.data.official import default_folder
 
 PIECE = 1 << 18
@@ -43,8 +43,7 @@ def fetch(
     """
     published = named(name).layout(layout)
     if mirror is not None:
-        elsewhere = (replace(one, address=f"{mirror.rstrip('/')}/{one.file}") for one in published.downloads)
-        published = replace(published, downloads=tuple(elsewhere))
+        published = replace(published, server=f"{mirror.rstrip('/')}/")
     return fetch_layout(published, default_folder(name) if folder is None else Path(folder), quiet=quiet)
 
 
@@ -53,11 +52,11 @@ def fetch_layout(layout: Layout, folder: Path, *, quiet: bool = False) -> Path:
     target = folder / layout.folder
     if is_complete(layout, target):
         return target
-    for one in layout.downloads:
-        if layout.kind == "mat":
-            download(one, target, quiet=quiet)
-        else:
-            unpack(download(one, folder, quiet=quiet), layout, folder)
+    if layout.archive is not None:
+        unpack(download(layout.server, layout.archive, folder, quiet=quiet), layout, folder)
+    else:
+        for file in layout.files:
+            download(layout.server, file, target, quiet=quiet)
     return target
 
 
@@ -74,7 +73,7 @@ def is_complete(layout: Layout, folder: Path) -> bool:
     return True
 
 
-def download(source: Download, folder: Path, *, quiet: bool = False) -> Path:
+def download(server: str, file: File, folder: Path, *, quiet: bool = False) -> Path:
     """Fetch a file into a folder, unless it is there already; it gets its name when its checksum is right.
 
     Raises:
@@ -83,24 +82,25 @@ def download(source: Download, folder: Path, *, quiet: bool = False) -> Path:
     """
     pooch = require("pooch", "Fetching data")
     pooch.get_logger().setLevel("WARNING")
+    address = f"{server}{file.name}"
     with progress("unit", quiet=quiet) as bars:
-        bar = _Bar(bars, source.file)
+        bar = _Bar(bars, file.name)
         try:
             found = pooch.retrieve(
-                source.address,
-                f"md5:{source.md5}",
-                fname=source.file,
+                address,
+                f"md5:{file.md5}",
+                fname=file.name,
                 path=folder,
                 downloader=pooch.HTTPDownloader(progressbar=bar, chunk_size=PIECE, timeout=TIMEOUT),
             )
         except OSError as error:
             raise OSError(
-                f"Cannot fetch {source.address}: {error}. Try again, or fetch it by hand and put it at "
-                f"{str(folder / source.file)!r}."
+                f"Cannot fetch {address}: {error}. Try again, or fetch it by hand and put it at "
+                f"{str(folder / file.name)!r}."
             ) from error
         except ValueError as error:
             raise ValueError(
-                f"What {source.address} sent is not the official file: {error} Try again, or another mirror."
+                f"What {address} sent is not the official file: {error} Try again, or another mirror."
             ) from error
     return Path(found)
 
