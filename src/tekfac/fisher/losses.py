@@ -70,8 +70,12 @@ class BatchLosses:
         outputs = capture.outputs
         if outputs is None:
             raise ValueError("The model was called, but its outputs were not seen. Is it wrapped or compiled?")
-        self._report_columns(outputs)
-        axis = self._batch_axis(outputs)
+        axis = options.batch_dim
+        if not -outputs.ndim <= axis < outputs.ndim:
+            shape = list(outputs.shape)
+            raise ValueError(f"Invalid batch_dim: {axis!r}. Expected an axis of the outputs, of shape {shape}.")
+        axis %= outputs.ndim
+        self._report_columns(outputs.numel() // max(1, outputs.shape[axis]))
         if targets is not None:
             if not isinstance(targets, Tensor):
                 raise ValueError(f"Got targets of type {type(targets).__name__}. Expected a tensor.")
@@ -83,17 +87,8 @@ class BatchLosses:
         mean = terms.total / counted.sum().clamp_min(1)
         return BatchLoss(mean, outputs, terms.counted, targets is not None)
 
-    def _batch_axis(self, outputs: Tensor) -> int:
-        axis = self._options.batch_dim
-        if not -outputs.ndim <= axis < outputs.ndim:
-            raise ValueError(
-                f"Invalid batch_dim: {axis!r}. Expected an axis of the outputs, of shape {list(outputs.shape)}."
-            )
-        return axis % outputs.ndim
-
-    def _report_columns(self, outputs: Tensor) -> None:
+    def _report_columns(self, columns: int) -> None:
         """Say once where the exact Fisher takes very many backward passes."""
-        columns = outputs.numel() // max(1, outputs.shape[self._batch_axis(outputs)])
         if self._options.fisher == "exact" and columns > MANY_COLUMNS and not self._reported:
             self._reported = True
             logger.warning(

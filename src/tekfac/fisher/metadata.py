@@ -37,7 +37,7 @@ def fingerprint(model: nn.Module) -> str:
             digest.update(f"{name} {tensor.dtype} {hash_of(tensor)}".encode())
     for name, module in model.named_modules():
         plain = {key: value for key, value in vars(module).items() if _is_choice(key, value)}
-        digest.update(f"{name} {_in_words(type(module).forward)} {_values_in_words(plain)}".encode())
+        digest.update(f"{name} {_in_words(type(module).forward)} {_in_words(plain)}".encode())
     return digest.hexdigest()[:16]
 
 
@@ -49,35 +49,30 @@ def _is_choice(name: str, value: object) -> bool:
 
 
 def _in_words(value: object) -> str:
-    """The same words in every process, other words for other functions."""
+    """The same words in every process, other words for other functions; containers by what they hold."""
     if isinstance(value, str):
         return value
+    if isinstance(value, Mapping):
+        return str({str(key): _in_words(part) for key, part in value.items()})
+    if isinstance(value, tuple | list):
+        return str([_in_words(part) for part in value])
     if isinstance(value, Custom):
         return f"Custom({_in_words(value.sampled_loss)})"
     if isinstance(value, Tensor):
         return f"tensor {hash_of(value)}"
     if isinstance(value, functools.partial):
-        given = _values_in_words([value.args, value.keywords])
+        given = _in_words([value.args, value.keywords])
         return f"partial({_in_words(value.func)}, {given})"
     if inspect.ismethod(value):
         return f"{_in_words(value.__func__)} of {type(value.__self__).__qualname__}"
     if inspect.isfunction(value):
         cells = [cell.cell_contents for cell in value.__closure__ or () if cell != CellType()]
         parts = [value.__defaults__, value.__kwdefaults__, [c for c in cells if not isinstance(c, nn.Module)]]
-        digest = hashlib.sha256(_code(value.__code__) + _values_in_words(parts).encode()).hexdigest()[:8]
+        digest = hashlib.sha256(_code(value.__code__) + _in_words(parts).encode()).hexdigest()[:8]
         return f"{value.__module__}.{value.__qualname__}#{digest}"
     if callable(value) and not isinstance(value, type) and hasattr(value, "__dict__") and vars(value):
-        return f"{type(value).__qualname__}({_values_in_words(vars(value))})"
+        return f"{type(value).__qualname__}({_in_words(vars(value))})"
     return _without_addresses(repr(value))
-
-
-def _values_in_words(values: object) -> str:
-    """Containers by what they hold."""
-    if isinstance(values, Mapping):
-        return str({str(key): _values_in_words(value) for key, value in values.items()})
-    if isinstance(values, tuple | list):
-        return str([_values_in_words(value) for value in values])
-    return _in_words(values)
 
 
 def _code(code: CodeType) -> bytes:

@@ -60,13 +60,11 @@ def _write_members(archive: Path, layout: Layout, into: Path) -> None:
     with tarfile.open(archive, "r:*") as tar:
         for count, member in enumerate(tar, start=1):
             name = str(PurePosixPath(member.name))
-            wrong = (
-                "more members than any official one"
-                if count > MOST_MEMBERS
-                else _wrong(member, wanted.get(name))
-            )
+            wrong = _wrong(member, wanted.get(name))
             if name in written:
                 wrong = f"the member {member.name!r} twice"
+            elif count > MOST_MEMBERS:
+                wrong = "more members than any official one"
             if wrong:
                 raise ValueError(
                     f"{str(archive)!r} has {wrong}. It is no official archive; nothing was unpacked."

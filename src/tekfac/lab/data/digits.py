@@ -9,8 +9,6 @@ from tekfac.common.extras import require
 from tekfac.lab.data.catalogue import DIGITS
 from tekfac.lab.data.images import DataSet, Images
 
-TEST = 360
-
 
 def read_digits(dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
     """All 1,797 images, [N, 1, 8, 8] in 0..1, and labels [N], in an order fixed once and for all."""
@@ -23,12 +21,12 @@ def read_digits(dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
 
 def digits() -> DataSet:
     """The images as a data set; the first 360 are to test on."""
-    images, labels = read_digits()
+    (images, labels), tested = read_digits(), DIGITS.counts[1]
     pixels = images.mul(255).round().to(torch.uint8)
     return DataSet(
         DIGITS.name,
-        train=Images(pixels[TEST:], labels[TEST:]),
-        test=Images(pixels[:TEST], labels[:TEST]),
+        train=Images(pixels[tested:], labels[tested:]),
+        test=Images(pixels[:tested], labels[:tested]),
         classes=DIGITS.classes,
         mean=DIGITS.mean,
         std=DIGITS.std,
