@@ -41,22 +41,21 @@ class Meeting(nn.Module):
         return self.body[1:](Waiting.apply(out, self.barrier))  # type: ignore[no-any-return,no-untyped-call]
 
 
-def trained(barrier: threading.Barrier | None) -> Any:
+def start(barrier: threading.Barrier | None) -> tuple[nn.Module, TEKFAC]:
+    """A model and its optimizer; made in one thread, for all threads share torch's generator."""
     model = Meeting(barrier)
-    optimizer = TEKFAC(model, **SETTINGS)
-    train(model, optimizer, vectors(6))
-    return everything(model, optimizer)
+    return model, TEKFAC(model, **SETTINGS)
 
 
 def test_each_gives_what_it_gives_alone() -> None:
-    alone = trained(None)
+    alone = start(None)
+    train(*alone, vectors(6))
     barrier = threading.Barrier(2)
-    found: list[Any] = []
-    threads = [threading.Thread(target=lambda: found.append(trained(barrier))) for _ in range(2)]
+    runs = [start(barrier) for _ in range(2)]
+    threads = [threading.Thread(target=train, args=(*run, vectors(6))) for run in runs]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert len(found) == 2
-    for state in found:
-        assert_identical(state, alone)
+    for run in runs:
+        assert_identical(everything(*run), everything(*alone))

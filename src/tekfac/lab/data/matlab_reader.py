@@ -13,6 +13,7 @@ import warnings
 import zlib
 from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 HEADER = 128
 COMPRESSED = 15
@@ -31,13 +32,18 @@ WANTED = ("X", "y")
 
 
 def main(path: str) -> None:
-    """Read, check and write.
-
-    Raises:
-        ValueError: if X or y is missing, too large, or not made of numbers.
-    """
+    """Read and write, within bounds."""
     warnings.simplefilter("ignore")
     _bound()
+    import_module("numpy").savez(sys.stdout.buffer, **wanted_arrays(path))
+
+
+def wanted_arrays(path: str) -> dict[str, Any]:
+    """X and y of a file, checked.
+
+    Raises:
+        ValueError: if one is missing, too large, or not made of numbers.
+    """
     _require_whole(memoryview(Path(path).read_bytes()))
     reader = import_module("scipy.io")
     found = {name: (shape, kind) for name, shape, kind in reader.whosmat(path, appendmat=False)}
@@ -52,7 +58,7 @@ def main(path: str) -> None:
         if math.prod(max(length, 1) for length in shape) > MOST_NUMBERS:
             raise ValueError(f"its {name} of shape {list(shape)} is too large")
     arrays = reader.loadmat(path, appendmat=False, variable_names=WANTED)
-    import_module("numpy").savez(sys.stdout.buffer, **{name: arrays[name] for name in WANTED})
+    return {name: arrays[name] for name in WANTED}
 
 
 def _require_whole(raw: memoryview) -> None:
