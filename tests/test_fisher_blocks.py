@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import itertools
 import math
+import re
 from collections.abc import Callable
 from functools import cache
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import oracle
 from dense import METHODS, assert_close, measured, normal
@@ -487,3 +488,8 @@ def test_a_block_that_cannot_be_solved_with_has_a_logdet_of_minus_infinity(kept:
 def test_blocks_are_what_the_public_names_give() -> None:
     assert (fisher.Block, fisher.DenseBlock) == (Block, DenseBlock)
     assert (fisher.GramBlock, fisher.KroneckerBlock) == (GramBlock, KroneckerBlock)
+
+
+def test_a_block_says_what_it_is_in_a_line() -> None:
+    (block,) = fisher.exact_blocks(nn.Linear(2, 3), [(torch.randn(4, 2), torch.arange(4) % 3)]).values()
+    assert re.fullmatch(r"DenseBlock\('', 3 x 3, float32, trace [\d.e-]+\)", repr(block))
