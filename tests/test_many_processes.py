@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -32,6 +33,7 @@ def told_by_each(world: int, place: Path) -> list[str]:
             [sys.executable, "-c", CODE, str(rank), str(world), str(place)],
             stdout=subprocess.PIPE,
             text=True,
+            env=os.environ | ({"GLOO_SOCKET_IFNAME": "lo"} if sys.platform == "linux" else {}),
         )
         for rank in range(world)
     ]
