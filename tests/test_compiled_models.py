@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -301,7 +302,7 @@ def test_other_compiled_functions_stay_compiled_once_it_is_known_how_the_model_i
     backend = Counting()
     other: Any = torch.compile(network(), backend=backend)
     called, optimizer = made(TEKFAC, network(), order, backend="eager")
-    optimizer._settings.__dict__.update(factors_every=1)  # every step is waited for
+    optimizer._settings = replace(optimizer._settings, factors_every=1)  # every step is waited for
     if order == "optimizer of the compiled model":
         assert runs_compiled(backend, other)
     x, y = batches(1)[0]

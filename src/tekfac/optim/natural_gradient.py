@@ -14,7 +14,6 @@ from tekfac.capture.capture import Capture
 from tekfac.capture.measurement import FisherKind, LossReduction
 from tekfac.capture.outputs import OutputSelector
 from tekfac.capture.padding import PaddingMask
-from tekfac.common.checks import require_keywords
 from tekfac.common.torch_internals import largest_entries
 from tekfac.curvature.blocks.block_diagonal import BlockDiagonal
 from tekfac.curvature.blocks.kronecker import KroneckerBlock
@@ -140,9 +139,8 @@ class NaturalGradient(Optimizer):
                 f"{name} needs the model itself, to see its layers' inputs and outputs; got "
                 f"{type(model).__name__}. Write {name}(model, ...), not {name}(model.parameters(), ...)."
             )
-        require_keywords(name, unknown, ["lr", "momentum", "weight_decay", *NAMES])
         _require_one_process(name)
-        settings = resolve(self.method, given)
+        settings = resolve(self.method, {**given, **unknown})
         self._settings = settings
         self._own_damping = self.method.own_damping(settings.trace_floor, settings.beta)
         recipe = Recipe(
