@@ -45,7 +45,7 @@ def test_no_other_module_names_anything_private() -> None:
         "_C._will_engine_execute_node",
         "_foreach_mul_",
         "_foreach_add_",
-        "_foreach_norm",
+        "_foreach_copy_",
     ],
 )
 def test_torch_has(name: str) -> None:
@@ -129,7 +129,9 @@ def test_many_tensors_at_a_time_are_those_one_by_one() -> None:
     internals.multiply_each(tensors, 2.0)
     internals.add_to_each(tensors, [torch.ones(2), torch.ones(1, 1)], -0.5)
     assert [t.flatten().tolist() for t in tensors] == [[1.5, -6.5], [3.5]]
-    assert [float(entry) for entry in internals.largest_entries(tensors)] == [6.5, 3.5]
+    copies = [torch.zeros(2), torch.zeros(1, 1, dtype=torch.float64)]
+    internals.copy_each(copies, tensors)
+    assert [t.flatten().tolist() for t in copies] == [[1.5, -6.5], [3.5]]
 
 
 def test_the_fisher_of_a_model_that_is_not_compiled_does_not_import_the_compiler() -> None:

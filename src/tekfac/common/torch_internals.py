@@ -125,6 +125,11 @@ def without_compiler(model: torch.nn.Module) -> torch.nn.Module:
     return inner if isinstance(inner, torch.nn.Module) else model
 
 
+def is_compiled_in_place(module: torch.nn.Module) -> bool:
+    """Whether `module.compile()` was called, which leaves the module what it is and has no public trace."""
+    return module._compiled_call_impl is not None
+
+
 # -- many tensors at a time ----------------------------------------------------------------------------
 #
 # torch.optim uses these for its own optimizers. The public way, a loop over tensors, takes several times as
@@ -141,6 +146,6 @@ def add_to_each(tensors: Sequence[Tensor], others: Sequence[Tensor], factor: flo
     torch._foreach_add_(list(tensors), list(others), alpha=factor)
 
 
-def largest_entries(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """The largest absolute entry of every tensor; not finite where an entry is not."""
-    return list(torch._foreach_norm(list(tensors), float("inf")))
+def copy_each(tensors: Sequence[Tensor], others: Sequence[Tensor]) -> None:
+    """x <- y for every pair, in place."""
+    torch._foreach_copy_(list(tensors), list(others))
