@@ -261,7 +261,7 @@ def block_sizes(size: int, max_dim: int | None, large_dims: str) -> list[int]:
     """How a side is cut: one block, nearly equal blocks, or single numbers."""
     if max_dim is None or size <= max_dim:
         return [size]
-    if large_dims == "diagonal" or (large_dims == "auto" and size > 4 * max_dim):
+    if large_dims == "diagonal" or (large_dims == "auto" and size > 20_000):
         return [1] * size
     count = -(-size // max_dim)
     width = -(-size // count)

@@ -95,7 +95,7 @@ def test_how_a_side_is_cut() -> None:
     assert block_sizes(7, 6, "blocks") == [4, 3]
     assert block_sizes(7, 3, "auto") == [3, 3, 1]
     assert block_sizes(12, 3, "auto") == [3, 3, 3, 3]
-    assert block_sizes(13, 3, "auto") == [1] * 13
+    assert block_sizes(20_001, 3, "auto") == [1] * 20_001
     assert block_sizes(4, 3, "diagonal") == [1] * 4
 
 
@@ -197,10 +197,15 @@ def test_unknown_large_dims_are_refused_with_those_there_are(value: Any) -> None
         (50_257, 1),
     ],
 )
-def test_the_default_keeps_usual_sides_whole_then_in_four_blocks_then_as_a_diagonal(
-    dim: int, block: int
-) -> None:
+def test_a_side_is_whole_then_in_blocks_then_a_diagonal(dim: int, block: int) -> None:
     assert SideRule().block_size(dim) == block
+
+
+@pytest.mark.parametrize(("dim", "block"), [(769, 769), (800, 800), (1153, 577), (4609, 769), (20_001, 1)])
+def test_an_optimizer_keeps_smaller_sides_whole(dim: int, block: int) -> None:
+    optimizer = TEKFAC(nn.Linear(dim - 1, 2))
+    (layer,) = optimizer._layers.values()
+    assert (layer.shape.block_in or dim) == block
 
 
 def test_a_wide_layer_trains_with_its_outputs_in_blocks() -> None:

@@ -15,6 +15,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import NamedTuple
 
 import torch
@@ -138,17 +139,20 @@ class Categorical(Likelihood):
         """Probabilities with one row of classes per term."""
         axis = self._class_axis(outputs, gradient)
         logits = _at_least_float32(outputs).movedim(axis, -1)
-        probabilities = logits.softmax(-1).reshape(len(outputs), -1, logits.shape[-1])
-        certain = 1 - probabilities.amax(-1) <= torch.finfo(outputs.dtype).eps
-        counted = (gradient != 0).any(dim=axis).reshape(len(outputs), -1) | certain
+        logits = logits.reshape(len(outputs), -1, logits.shape[-1])
+        counted = (gradient != 0).any(dim=axis).reshape(len(outputs), -1)
+        if not bool(counted.all()):
+            counted |= 1 - logits.softmax(-1).amax(-1) <= torch.finfo(outputs.dtype).eps  # certain
         doubt = None
-        if not _holds_classes(outputs, gradient, axis) and not _is_nearly_certain(outputs, axis):
+        was_looked_at = self.class_dim is None and outputs.ndim > 2
+        if not (was_looked_at or _holds_classes(outputs, gradient, axis) or _is_nearly_certain(outputs, axis)):
             doubt = (
                 "the gradient of the loss is not that of a cross-entropy of the model's outputs as class "
                 "logits: it does not sum to zero over the classes. Is likelihood='categorical' right, and are "
                 "these the logits (outputs=...)?"
             )
-        return _Classes(counted, probabilities, logits.shape, axis, outputs.dtype, doubt=doubt)
+        shape = outputs.movedim(axis, -1).shape
+        return _Classes(counted, logits, shape, axis, outputs.dtype, doubt=doubt)
 
     def losses(self, outputs: Tensor, targets: Tensor | None) -> Losses:
         """Cross-entropy of class indices (-100: ignored) or class probabilities."""
@@ -187,9 +191,10 @@ class Categorical(Likelihood):
             return self.class_dim % outputs.ndim
         if outputs.ndim == 2:
             return 1
-        for axis in (1, outputs.ndim - 1):
-            if _holds_classes(outputs, gradient, axis):
-                return axis
+        for holds in (_sums_to_zero, _is_normalised):
+            for axis in (1, outputs.ndim - 1):
+                if holds(outputs, gradient, axis):
+                    return axis
         certain = [axis for axis in (1, outputs.ndim - 1) if _is_nearly_certain(outputs, axis)]
         if certain:
             return min(certain, key=lambda axis: float(gradient.sum(axis).abs().sum()))
@@ -203,8 +208,17 @@ class Categorical(Likelihood):
 
 def _holds_classes(outputs: Tensor, gradient: Tensor, axis: int) -> bool:
     """Whether the loss treats this axis as classes: its gradient sums to zero, or it got log-probabilities."""
-    if gradient.sum(axis).abs().sum() <= 1e-2 * gradient.abs().sum():
-        return True
+    return _sums_to_zero(outputs, gradient, axis) or _is_normalised(outputs, gradient, axis)
+
+
+def _sums_to_zero(outputs: Tensor, gradient: Tensor, axis: int) -> bool:
+    """Whether the gradient does, as that of a cross-entropy of logits."""
+    wide = _at_least_float32(gradient)  # sums leave the range of float16
+    return bool(wide.sum(axis).abs().sum() <= 1e-2 * wide.abs().sum())
+
+
+def _is_normalised(outputs: Tensor, gradient: Tensor, axis: int) -> bool:
+    """Whether the outputs are log-probabilities along this axis."""
     normalised = _at_least_float32(outputs).logsumexp(axis).abs().max()
     return bool(normalised <= 1e3 * torch.finfo(outputs.dtype).eps)
 
@@ -218,10 +232,15 @@ def _is_nearly_certain(outputs: Tensor, axis: int) -> bool:
 
 @dataclass(frozen=True)
 class _Classes(Prediction):
-    probabilities: Tensor  # [N, P, C]
+    logits: Tensor  # [N, P, C]
     shape: torch.Size  # of the outputs, classes moved last
     axis: int
     dtype: torch.dtype
+
+    @cached_property
+    def probabilities(self) -> Tensor:
+        """[N, P, C]."""
+        return self.logits.softmax(-1)
 
     def sample(self, generator: torch.Generator) -> Tensor:
         samples, terms, classes = self.probabilities.shape

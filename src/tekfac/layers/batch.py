@@ -6,14 +6,15 @@ parameters). Its gradient is the sum over the applications, so they are simply f
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import NamedTuple
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from tekfac.common.phases import Phase
 from tekfac.layers.kinds.base import Application
 from tekfac.layers.layer import Layer
 from tekfac.layers.rows import Rows, Tokens
@@ -29,7 +30,7 @@ class PassContext:
         padding: [N, T], which positions are padding, where the model was told; None where none is.
     """
 
-    num_terms: int
+    num_terms: float
     ignored: Tensor | None = None
     padding: Tensor | None = None
 
@@ -39,6 +40,14 @@ class PassContext:
         ignored = None if bool(counted.all()) else ~counted
         padding = None if real is None or bool(real.all()) else ~real
         return cls(num_terms, ignored, padding)
+
+    def of_part(self, chosen: Tensor, share: float, samples: int) -> PassContext:
+        """What is known of some of so many samples, which stand for that share of the loss terms."""
+
+        def part(mask: Tensor | None) -> Tensor | None:
+            return None if mask is None or len(mask) != samples else mask[chosen]
+
+        return PassContext(self.num_terms * share, part(self.ignored), part(self.padding))
 
     def idle(self, samples: int, positions: int, part: slice) -> Tensor | None:
         """Positions that do not count if no gradient reaches them, [n, T or 1]; None if there are none."""
@@ -84,7 +93,7 @@ class LayerBatch:
     gradient_factor: float = 1.0
 
     @property
-    def num_terms(self) -> int:
+    def num_terms(self) -> float:
         """The number of loss terms M that the Fisher is divided by."""
         return self.context.num_terms
 
@@ -96,6 +105,24 @@ class LayerBatch:
         columns = len(self.applications[0].gradients)
         return BatchShape(columns, sizes.groups, self.samples, positions, sizes.d_in, sizes.d_out)
 
+    def of_part(self, chosen: Tensor, share: float) -> LayerBatch:
+        """The batch of some of its samples, which stand for that share of the loss terms."""
+
+        def part(application: Application) -> Application:
+            fold = len(application.inputs) // self.samples
+            rows = (chosen[:, None] * fold + torch.arange(fold, device=chosen.device)).flatten()
+            return replace(
+                application,
+                inputs=application.inputs[rows],
+                gradients=[gradient[rows] for gradient in application.gradients],
+                probe=None,
+                real=None if application.real is None else application.real[rows],
+            )
+
+        applications = tuple(part(application) for application in self.applications)
+        context = self.context.of_part(chosen, share, self.samples)
+        return replace(self, applications=applications, samples=len(chosen), context=context)
+
     def chunks(self, samples_per_chunk: int) -> Iterator[Rows]:
         """The rows of all samples, at most `samples_per_chunk` at a time."""
         for start in range(0, self.samples, samples_per_chunk):
@@ -103,6 +130,10 @@ class LayerBatch:
 
     def rows(self, start: int, stop: int) -> Rows:
         """The rows of samples start..stop-1, in the canonical layout."""
+        with Phase("unfold"):
+            return self._unfolded(start, stop)
+
+    def _unfolded(self, start: int, stop: int) -> Rows:
         layer = self.layer
         parts = (self._part(application, start, stop) for application in self.applications)
         inputs, gradients, masks = zip(*parts, strict=True)
@@ -146,6 +177,42 @@ class LayerBatch:
             real = real.reshape(len(real), stop - start, -1)
             counted = real if counted is None else counted & real
         return a, u, counted
+
+
+class RowSource(Protocol):
+    """What the curvature is measured from: rows, a few samples at a time."""
+
+    @property
+    def num_terms(self) -> float:
+        """The number of loss terms M that the Fisher is divided by."""
+        ...
+
+    @property
+    def shape(self) -> BatchShape:
+        """K, G, N, T, d_in and d_out of the whole batch."""
+        ...
+
+    def chunks(self, samples_per_chunk: int) -> Iterable[Rows]:
+        """The rows of all samples, at most `samples_per_chunk` at a time."""
+        ...
+
+
+class KeptRows:
+    """A batch whose rows are unfolded once where one chunk holds them all: moments and Theta share them."""
+
+    def __init__(self, batch: RowSource) -> None:
+        self._batch = batch
+        self._rows: Rows | None = None
+        self.num_terms = batch.num_terms
+        self.shape = batch.shape
+
+    def chunks(self, samples_per_chunk: int) -> Iterable[Rows]:
+        """The rows of all samples, at most `samples_per_chunk` at a time."""
+        if samples_per_chunk < self.shape.samples:
+            return self._batch.chunks(samples_per_chunk)
+        if self._rows is None:
+            (self._rows,) = self._batch.chunks(self.shape.samples)
+        return (self._rows,)
 
 
 def _nonzero(rows: Tensor) -> Tensor:

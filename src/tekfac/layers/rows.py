@@ -13,6 +13,7 @@ vec(G_n) vec(G_n)^T over samples and columns, divided by the number of loss term
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -64,13 +65,19 @@ class Rows:
     tokens: Tokens | None = None
     tied: bool = False
 
+    @cached_property
     def gradients(self) -> Tensor:
-        """G_n for every column and sample, [K, G, N, d_out, d_in], where tokens leave out what is 0."""
+        """G_n for every column and sample, [K, G, N, d_out, d_in], where tokens leave out what is 0.
+
+        Formed once, for the moments and for Theta alike.
+        """
+        if len(self.u) == 1:
+            return (self.u[0].mT @ self.a)[None]
         return torch.einsum("kgnto,gnti->kgnoi", self.u, self.a)
 
     def per_sample_gradients(self) -> Tensor:
         """G_n for every column and sample, [K, G, N, d_out, d_in]."""
-        gradients = self.gradients()
+        gradients = self.gradients
         return gradients if self.tokens is None else self.tokens.spread(gradients, dim=-1)
 
 

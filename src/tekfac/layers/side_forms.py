@@ -15,10 +15,13 @@ LargeDims = Literal["auto", "blocks", "diagonal"]
 LARGE_DIMS: tuple[LargeDims, ...] = ("auto", "blocks", "diagonal")
 
 DEFAULT_MAX_DIM = 5000
-"""Room for 4096 inputs, or 512 channels under a 3 x 3 kernel, and a bias."""
+"""Of a Fisher that is looked at: 4096 inputs, or 512 channels under a 3 x 3 kernel, and a bias, are whole."""
 
-MAX_BLOCKS = 4
-"""Blocks that a side is split into before "auto" prefers the diagonal."""
+QUICK_MAX_DIM = 800
+"""Of an optimizer: 768 inputs and a bias are whole. docs/performance.md has what larger sides take."""
+
+MOST_IN_BLOCKS = 20_000
+"""Dimensions up to which "auto" prefers blocks to the diagonal."""
 
 
 @dataclass(frozen=True)
@@ -27,7 +30,7 @@ class SideRule:
 
     Attributes:
         max_dim: dimensions up to which it is whole, and the largest size of blocks beyond.
-        large_dims: the form beyond; "auto": blocks while they are at most MAX_BLOCKS, else the diagonal.
+        large_dims: the form beyond; "auto": blocks up to MOST_IN_BLOCKS dimensions, else the diagonal.
     """
 
     max_dim: int = DEFAULT_MAX_DIM
@@ -38,7 +41,7 @@ class SideRule:
         blocks = math.ceil(dim / self.max_dim)
         if self.large_dims == "diagonal" and blocks > 1:
             return 1
-        if self.large_dims == "auto" and blocks > MAX_BLOCKS:
+        if self.large_dims == "auto" and blocks > 1 and dim > MOST_IN_BLOCKS:
             return 1
         return math.ceil(dim / blocks)
 

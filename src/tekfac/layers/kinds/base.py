@@ -128,7 +128,9 @@ class Call:
         kept: what the kind wanted to keep of the arguments.
         dtype: that curvature is computed in.
         outputs: their values, where the kind asked for them.
+        shapes: of its outputs.
         random_state: of the generators before the call, where the kind asked for it.
+        rows: the samples that are kept of it, where those are only some; kept and gradients have no others.
         versions: of the kept tensors, to notice a change in place.
         edges: where the gradients of its outputs pass in autograd's graph; of an output that the model's own
             outputs are, its number only; None for one without gradient.
@@ -139,7 +141,9 @@ class Call:
     kept: Mapping[str, Any]
     dtype: torch.dtype
     outputs: Sequence[Tensor] = ()
+    shapes: Sequence[torch.Size] = ()
     random_state: Any = None
+    rows: Tensor | None = None
     versions: Sequence[int] = ()
     edges: Sequence[GradientEdge | int | None] = ()
     gradients: list[Sequence[Tensor | None]] = field(default_factory=list)
@@ -235,6 +239,16 @@ class SimpleKind(LayerKind):
         gradients = [arrived for (arrived,) in call.gradients if arrived is not None]
         probe = None if call.probe is None else call.probe[0]
         return [Application(0, self.form(module), call.kept["input"], gradients, probe)]
+
+    def part(
+        self, module: nn.Module, kept: Mapping[str, Any], rows: Tensor, dtype: torch.dtype
+    ) -> dict[str, Any]:
+        """What is kept of a call, for some samples only, in the order of their numbers `rows`."""
+        return {"input": kept["input"][rows]}
+
+    def settled(self, module: nn.Module, kept: Mapping[str, Any], dtype: torch.dtype) -> Mapping[str, Any]:
+        """What is kept of a call, such that it means the same when the module has changed its mode."""
+        return kept
 
     @abstractmethod
     def form(self, module: nn.Module) -> RowForm:

@@ -48,18 +48,39 @@ class PatchRows(RowForm):
 
     def rows(self, shape: LayerShape, inputs: Tensor, gradients: Tensor) -> tuple[Tensor, Tensor]:
         """One row per output position."""
-        if isinstance(self._module, Transposed):
-            a = transposed_patches(inputs, self._module, tuple(gradients.shape[3:]))
-        else:
-            a = patches(inputs, self._module)
         split = gradients.reshape(*gradients.shape[:2], shape.groups, shape.d_out, -1)
-        return with_ones(a, shape)[None], split.permute(0, 2, 1, 4, 3)
+        return self._patches(shape, inputs, gradients)[None], split.permute(0, 2, 1, 4, 3)
+
+    def _patches(self, shape: LayerShape, inputs: Tensor, gradients: Tensor) -> Tensor:
+        module = self._module
+        if isinstance(module, Transposed):
+            return with_ones(transposed_patches(inputs, module, tuple(gradients.shape[3:])), shape)
+        if isinstance(module, nn.Conv3d):
+            return with_ones(patches(inputs, module), shape)
+        patches_first = unfolded(inputs, module)
+        columns = patches_first.reshape(len(inputs), module.groups, -1, patches_first.shape[-1])  # [N, G, d, T]
+        if shape.has_bias:
+            columns = F.pad(columns, (0, 0, 0, 1), value=1.0)
+        return columns.permute(1, 0, 3, 2)
 
 
 def patches(inputs: Tensor, module: Convolution) -> Tensor:
     """Convolution patches [G, N, T, (C_in / G) * kernel size], laid out like `weight.reshape(d_out, -1)`."""
     windows = _windows(_pad(inputs, module), module.kernel_size, module.stride, module.dilation)
     return _as_rows(windows, module.groups, len(module.kernel_size))
+
+
+def unfolded(inputs: Tensor, module: nn.Conv1d | nn.Conv2d) -> Tensor:
+    """The same patches as they come quickest, [N, C_in * kernel size, T]: coordinates first, then positions."""
+    padded = _pad(inputs, module)
+    if isinstance(module, nn.Conv1d):
+        return F.unfold(
+            padded[:, :, None],
+            (1, *module.kernel_size),
+            dilation=(1, *module.dilation),
+            stride=(1, *module.stride),
+        )
+    return F.unfold(padded, module.kernel_size, dilation=module.dilation, stride=module.stride)
 
 
 def transposed_patches(inputs: Tensor, module: Transposed, positions: tuple[int, ...]) -> Tensor:

@@ -16,7 +16,7 @@ def _rms_norm(module: nn.Module, x: Tensor) -> Tensor:
 
 
 _CONV1D = LinearKind(layout="input first")
-_RMS_NORM = UnitKind(bias=None, normalise=_rms_norm)
+_RMS_NORM = UnitKind(by_sample=True, bias=None, normalise=_rms_norm)
 _SCALED_TABLE = TableKind(scale=lambda module: module.embed_scale)  # type: ignore[arg-type, return-value]
 
 KINDS: dict[type[nn.Module] | str, LayerKind] = {
