@@ -61,7 +61,7 @@ def factored_block(inputs: Tensor, outputs: Tensor, on_inputs: Tensor, on_output
 def test_25_factored_damping_is_its_four_terms(kind: str, bias: bool) -> None:
     case, samples, damping = case_of(kind, bias), samples_of(kind, bias), 0.03
     curvature = statistics(measured(KFAC, case.model, case.inputs, case.loss, fisher="empirical"))["layer"]
-    spectrum = Spectrum(curvature.rescaling, curvature.basis, is_convolution=False, is_product=True)
+    spectrum = Spectrum(curvature.basis, is_convolution=False)
     denominators = Factored(damping).denominators(spectrum, [spectrum])
     for group in groups_of(samples):
         _, inputs, outputs = expected_factors(KFAC, samples, "expand", group)
@@ -85,7 +85,7 @@ def test_25_pi_of_three_other_implementations(kind: str) -> None:
     curvature = measured(
         KFAC, case.model, case.inputs, case.loss, fisher="empirical", damping=Factored(damping)
     ).curvature["layer"]
-    spectrum = Spectrum(curvature.rescaling, curvature.basis, is_convolution=False, is_product=True)
+    spectrum = Spectrum(curvature.basis, is_convolution=False)
     denominators = factored(spectrum, torch.tensor(damping, dtype=torch.float64), "pi")
     positions = samples.a.shape[2]
     for group in groups_of(samples):
@@ -436,6 +436,7 @@ class Run:
             fisher="empirical",
             factors_every=1,
             basis_every=1,
+            statistics_samples=None,
             **settings,
         )
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -12,7 +13,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import oracle
-import tekfac.curvature.rescaling
 from dense import assert_close, dense_block, measured, relative_error, sharings
 from layer_kinds import (
     Case,
@@ -30,17 +30,24 @@ from layer_kinds import (
     step_of,
 )
 from tekfac import EKFAC, KFAC, TEKFAC, TKFAC, methods
+from tekfac.curvature.contractions import (
+    TRAFFIC,
+    Sizes,
+    gradient_first_cost,
+    project_first_cost,
+    sizes_of,
+)
 from tekfac.curvature.eigenbasis import Eigenbasis
 from tekfac.curvature.factors import FactorRule, plain_expand, plain_reduce
 from tekfac.curvature.precondition import precondition
 from tekfac.curvature.rescaling import (
-    gradient_first_cost,
+    CONTRACTIONS,
+    cheapest,
     product_of_eigenvalues,
-    project_first_cost,
     rotated,
     second_moments,
+    squares_by_pairs,
     squares_gradient_first,
-    squares_of_single_position,
     squares_project_first,
 )
 from tekfac.layers.rows import Rows
@@ -105,15 +112,9 @@ def test_11_theta_in_any_basis(kind: str, bias: bool, budget: int) -> None:
 def test_11_all_contractions_agree(positions: int, columns: int, groups: int) -> None:
     rows = random_rows(columns, groups, samples=6, positions=positions)
     samples, basis = as_samples(rows), random_basis(4, 3, groups)
-    contractions = [squares_project_first, squares_gradient_first]
-    if positions == 1:
-        contractions.append(squares_of_single_position)
     expected = torch.stack([dense_theta(fisher_of(samples, g), basis, g) for g in range(groups)])
-    for contraction in contractions:
-        assert_close(contraction(rows, basis) / 6, expected)
-    if positions > 1:  # squares of single positions belong to another block
-        alone = squares_of_single_position(rows, basis) / 6
-        assert relative_error(alone, expected) > 0.01
+    for contraction in CONTRACTIONS:
+        assert_close(contraction.squares(rows, basis) / 6, expected)
 
 
 @pytest.mark.parametrize(
@@ -121,30 +122,38 @@ def test_11_all_contractions_agree(positions: int, columns: int, groups: int) ->
     [(1024, 576, 64, "gradient"), (256, 1152, 128, "gradient"), (64, 2304, 256, "project")],
 )
 def test_11_costs_are_those_of_the_reference(positions: int, d_in: int, d_out: int, cheaper: str) -> None:
+    """But for what it takes to write down the gradients, which both do."""
     project = positions * d_in**2 + positions * d_out**2 + positions * d_in * d_out
     gradient = positions * d_in * d_out + d_in * d_out * (d_in + d_out)
-    assert project_first_cost(positions, d_in, d_out, columns=1) == project
-    assert gradient_first_cost(positions, d_in, d_out, columns=1) == gradient
+    sizes = Sizes(positions, d_in, d_out, 1, d_in, d_out)
+    written = sizes.traffic * d_in * d_out
+    assert sizes.traffic == TRAFFIC
+    assert project_first_cost(sizes) == project + written
+    assert gradient_first_cost(sizes) == gradient + written
     assert cheaper == ("project" if project < gradient else "gradient")
 
 
 @pytest.mark.parametrize(
-    ("positions", "cheapest"),
-    [(1, "squares_of_single_position"), (2, "squares_project_first"), (40, "squares_gradient_first")],
+    ("sizes", "expected"),
+    [
+        (Sizes(1, 65, 10, 1, 65, 10), squares_by_pairs),
+        (Sizes(4, 4608, 512, 1, 576, 512), squares_by_pairs),
+        (Sizes(16, 4608, 512, 1, 576, 512), squares_project_first),
+        (Sizes(16, 4608, 512, 10, 576, 512), squares_by_pairs),  # whose cost knows no columns
+        (Sizes(1024, 144, 16, 1, 144, 16), squares_gradient_first),
+    ],
 )
 def test_11_the_cheapest_contraction_is_taken(
-    monkeypatch: pytest.MonkeyPatch, positions: int, cheapest: str
+    sizes: Sizes, expected: Callable[[Rows, Eigenbasis], Tensor]
 ) -> None:
-    taken = []
-    for name in ("squares_of_single_position", "squares_project_first", "squares_gradient_first"):
+    assert cheapest(sizes).squares is expected
 
-        def contraction(rows: Rows, basis: Eigenbasis, name: str = name) -> Tensor:
-            taken.append(name)
-            return squares_project_first(rows, basis)
 
-        monkeypatch.setattr(tekfac.curvature.rescaling, name, contraction)
-    second_moments([RowBatch(random_rows(positions=positions))], random_basis(4, 3), BUDGET)
-    assert taken == [cheapest]
+@pytest.mark.parametrize("positions", [1, 2, 7, 40])
+def test_11_theta_is_taken_by_the_cheapest_contraction(positions: int) -> None:
+    rows, basis = random_rows(positions=positions), random_basis(4, 3)
+    theta = second_moments([RowBatch(rows)], basis, BUDGET)
+    assert torch.equal(theta, cheapest(sizes_of(rows)).squares(rows, basis) / rows.a.shape[1])
 
 
 # -- 12: Pythagoras ------------------------------------------------------------------------------------

@@ -19,12 +19,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from numbers import Real
-from typing import Any, ClassVar, Literal, NamedTuple, Protocol, runtime_checkable
+from typing import Any, ClassVar, Literal, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
 from tekfac.curvature.eigenbasis import Eigenbasis
+from tekfac.curvature.rescaling import product_of_eigenvalues
 
 DEFAULT_DAMPING = 1e-2
 """With this lambda and the default lr of 1e-3 no direction moves further than SGD's at 0.1."""
@@ -35,20 +36,30 @@ BetaReading = Literal["add", "scale", "scale_all", "convolution"]
 BETA_READINGS: tuple[BetaReading, ...] = ("add", "scale", "scale_all", "convolution")
 
 
-class Spectrum(NamedTuple):
+@dataclass(frozen=True)
+class Spectrum:
     """What a damping rule may look at.
 
     Attributes:
-        rescaling: S, [G, d_out, d_in].
         basis: the layer's eigenbasis, with the factors' eigenvalues and scale.
         is_convolution: whether the layer is a convolution.
-        is_product: whether S is the product of the factors' eigenvalues.
+        theta: S where it was measured in the basis, [G, d_out, d_in]; None where it is the product of the
+            factors' eigenvalues.
     """
 
-    rescaling: Tensor
     basis: Eigenbasis
     is_convolution: bool
-    is_product: bool
+    theta: Tensor | None = None
+
+    @property
+    def rescaling(self) -> Tensor:
+        """S, [G, d_out, d_in]."""
+        return product_of_eigenvalues(self.basis) if self.theta is None else self.theta
+
+    @property
+    def is_product(self) -> bool:
+        """Whether S is the product of the factors' eigenvalues."""
+        return self.theta is None
 
 
 @runtime_checkable
@@ -102,8 +113,8 @@ class Factored(_Named):
 
     def denominators(self, layer: Spectrum, network: Sequence[Spectrum]) -> Tensor:
         """(l_out' + sqrt(lambda)/pi) (l_in' + pi sqrt(lambda))."""
-        damping = torch.as_tensor(self.damping, dtype=layer.rescaling.dtype)
-        return factored(layer, damping.to(layer.rescaling.device), self.split)
+        damping = torch.as_tensor(self.damping, dtype=layer.basis.scale.dtype)
+        return factored(layer, damping.to(layer.basis.scale.device), self.split)
 
 
 @dataclass(frozen=True)

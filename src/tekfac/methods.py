@@ -23,6 +23,7 @@ from tekfac.damping import (
     Tikhonov,
     TraceBased,
 )
+from tekfac.layers.side_forms import DEFAULT_MAX_DIM
 
 
 @dataclass(frozen=True)
@@ -111,6 +112,10 @@ def paper_settings(method: Method) -> Mapping[str, Any]:
         "factors_every": 50,
         "basis_every": 50 if method.rescaling.measured else 200,
         "fisher": "sampled",
+        "statistics_samples": None,
+        "turns": False,
+        "max_dim": DEFAULT_MAX_DIM,
+        "basis_tolerance": 0.0,
         "first_order": "all norms",
         "sharing": "expand",
         "kl_clip": None,

@@ -32,6 +32,14 @@ class Average(Generic[Values]):
         """The average of a single observation."""
         return cls(values, 1.0)
 
+    def measurements(self, decay: float) -> float:
+        """So many independent observations would have a mean with as little noise.
+
+        (sum w_i)^2 / sum w_i^2 for the weights w_i = b^(k-i): 1 after the first, (1 + b) / (1 - b) in the end.
+        """
+        squares = (1 - (1 - (1 - decay) * self.weight) ** 2) / (1 - decay**2)
+        return self.weight**2 / squares
+
     def updated(self, new: Values, decay: float) -> Average[Values]:
         """The average after one more observation; `decay` is the weight of the past."""
         weight = decay * self.weight + 1.0

@@ -23,7 +23,8 @@ class Eigenbasis(NamedTuple):
     Attributes:
         vectors_in: Q_in, [G, d_in, d_in], or in the cheaper form of a large side (see symmetric.py).
         vectors_out: Q_out, [G, d_out, d_out], likewise.
-        values_in: eigenvalues of the input factor, ascending (in every block), not negative, [G, d_in].
+        values_in: eigenvalues of the input factor, not negative, [G, d_in]; ascending (in every block) where
+            the vectors are those of this very factor.
         values_out: eigenvalues of the output factor, [G, d_out].
         scale: sigma, [G].
     """
@@ -34,24 +35,56 @@ class Eigenbasis(NamedTuple):
     values_out: Tensor
     scale: Tensor
 
+    @property
+    def _is_whole(self) -> bool:
+        """Whether both sides are, so that plain products do."""
+        vectors_in, vectors_out = self.vectors_in, self.vectors_out
+        whole_in = vectors_in.shape[-1] == vectors_in.shape[-2]
+        return whole_in and vectors_out.shape[-1] == vectors_out.shape[-2]
+
     def project(self, matrix: Tensor) -> Tensor:
         """Coordinates in the eigenbasis of gradient matrices [..., G, d_out, d_in]."""
+        if self._is_whole:
+            return self.vectors_out.mT @ (matrix @ self.vectors_in)
         return symmetric.into(self.vectors_in, symmetric.into(self.vectors_out, matrix.mT).mT)
 
     def unproject(self, matrix: Tensor) -> Tensor:
         """Back from the eigenbasis, [..., G, d_out, d_in]."""
+        if self._is_whole:
+            return self.vectors_out @ (matrix @ self.vectors_in.mT)
         return symmetric.out_of(self.vectors_in, symmetric.out_of(self.vectors_out, matrix.mT).mT)
 
 
-def decompose(factors: KroneckerFactors) -> Eigenbasis:
+WORTH_A_LOOK = 32
+"""Dimensions from which it takes less time to see whether old eigenvectors still do than to find new ones."""
+
+
+def decompose(
+    factors: KroneckerFactors, before: Eigenbasis | None = None, tolerance: float = 0.0
+) -> Eigenbasis:
     """The eigenbasis of the factors.
+
+    Args:
+        factors: to be decomposed.
+        before: the basis so far; a side keeps its vectors while they still make its factor nearly diagonal.
+        tolerance: how nearly: the off-diagonal part's share of the Frobenius norm; 0 keeps nothing.
 
     Raises:
         DecompositionError: if a factor defeats every attempt of `symmetric.symmetric_eigen`.
     """
-    values_in, vectors_in = symmetric.eigen(factors.input)
-    values_out, vectors_out = symmetric.eigen(factors.output)
+    old_in, old_out = (None, None) if before is None else (before.vectors_in, before.vectors_out)
+    values_in, vectors_in = _side(factors.input, old_in, tolerance)
+    values_out, vectors_out = _side(factors.output, old_out, tolerance)
     return Eigenbasis(vectors_in, vectors_out, values_in, values_out, factors.scale)
+
+
+def _side(factor: Tensor, old: Tensor | None, tolerance: float) -> tuple[Tensor, Tensor]:
+    """Eigenvalues and eigenvectors of one factor."""
+    if old is not None and tolerance > 0 and factor.shape[-1] >= WORTH_A_LOOK:
+        values = symmetric.nearly_diagonal(factor, old, tolerance)
+        if values is not None:
+            return values, old
+    return symmetric.eigen(factor)
 
 
 def standard_basis(factors: KroneckerFactors) -> Eigenbasis:

@@ -24,8 +24,9 @@ import torch
 from torch import Tensor
 
 from tekfac.curvature import symmetric
-from tekfac.layers.batch import LayerBatch
-from tekfac.layers.rows import Rows, samples_within
+from tekfac.curvature.contractions import grams_are_cheaper, samples_per_chunk, sizes_of
+from tekfac.layers.batch import RowSource
+from tekfac.layers.rows import Rows
 
 
 class KroneckerFactors(NamedTuple):
@@ -81,16 +82,16 @@ class FactorRule:
     sharings: Mapping[str, MeasureChunk]
     trace_restricted: bool
 
-    def measure(self, batches: Sequence[LayerBatch], sharing: str, memory_budget: int) -> KroneckerFactors:
+    def measure(self, batches: Sequence[RowSource], sharing: str, memory_budget: int) -> KroneckerFactors:
         """The moments of one or more batches of the same layer, as of one large batch."""
         num_terms = sum(batch.num_terms for batch in batches)
         return self.moments(self.sums(batches, sharing, memory_budget), num_terms)
 
-    def sums(self, batches: Sequence[LayerBatch], sharing: str, memory_budget: int) -> MomentSums:
+    def sums(self, batches: Sequence[RowSource], sharing: str, memory_budget: int) -> MomentSums:
         """What `measure` divides: sums that can be added to those of other batches."""
         total: MomentSums | None = None
         for batch in batches:
-            for rows in batch.chunks(_chunk_size(batch, memory_budget)):
+            for rows in batch.chunks(samples_per_chunk(batch, memory_budget)):
                 sums = self._measured(rows, sharing)
                 total = sums if total is None else total.plus(sums)
         assert total is not None, "sums() needs at least one batch"
@@ -106,7 +107,7 @@ class FactorRule:
         sums = measure(rows)
         return sums if rows.tokens is None else sums._replace(input=rows.tokens.spread(sums.input, dim=1))
 
-    def moments(self, sums: MomentSums, num_terms: int) -> KroneckerFactors:
+    def moments(self, sums: MomentSums, num_terms: float) -> KroneckerFactors:
         """The moments that sums over samples with so many loss terms stand for."""
         if sums.input_count is None:
             input_moment = sums.input / num_terms
@@ -125,15 +126,6 @@ class FactorRule:
         return KroneckerFactors(
             symmetric.unit_trace(moments.input), symmetric.unit_trace(moments.output), moments.scale
         )
-
-
-def _chunk_size(batch: LayerBatch, memory_budget: int) -> int:
-    """Samples per chunk such that rows and Gram matrices, or rows and gradients, fit the budget."""
-    columns, groups, _, positions, d_in, d_out = batch.shape
-    rows = 2 * positions * (d_in + columns * d_out)
-    by_grams = grams_are_cheaper(positions, d_in, d_out, columns)
-    work = 2 * positions**2 if by_grams else columns * d_in * d_out
-    return samples_within(memory_budget, groups * (rows + work))
 
 
 # -- plain ---------------------------------------------------------------------------------------------
@@ -166,28 +158,13 @@ def plain_reduce(rows: Rows) -> MomentSums:
 
 
 def restricted_exact(rows: Rows) -> MomentSums:
-    """Partial traces of the exact block: sums of G^T G and G G^T, by the cheaper of two contractions."""
-    positions, d_in = rows.a.shape[2:]
-    columns, d_out = rows.u.shape[0], rows.u.shape[-1]
-    by_grams = grams_are_cheaper(positions, d_in, d_out, columns)
-    return exact_by_grams(rows) if by_grams else exact_by_gradients(rows)
+    """Partial traces of the exact block: sums of G^T G and G G^T, by the cheaper of two contractions.
 
-
-def grams_are_cheaper(positions: int, d_in: int, d_out: int, columns: int) -> bool:
-    """Which of the two contractions of the exact factors takes fewer multiplications."""
-    sizes = (positions, d_in, d_out, columns)
-    return gram_cost(*sizes) <= gradient_cost(*sizes)
-
-
-def gram_cost(positions: int, d_in: int, d_out: int, columns: int) -> int:
-    """Multiplications per sample of `exact_by_grams`."""
-    sides = d_in + columns * d_out
-    return 2 * positions**2 * sides + positions * (d_in**2 + columns * d_out**2)
-
-
-def gradient_cost(positions: int, d_in: int, d_out: int, columns: int) -> int:
-    """Multiplications per sample of `exact_by_gradients`."""
-    return columns * d_in * d_out * (positions + d_in + d_out)
+    With a single position the block is that of `restricted_expand`.
+    """
+    if rows.a.shape[2] == 1:
+        return restricted_expand(rows)
+    return exact_by_grams(rows) if grams_are_cheaper(sizes_of(rows)) else exact_by_gradients(rows)
 
 
 def exact_by_grams(rows: Rows) -> MomentSums:
@@ -202,7 +179,7 @@ def exact_by_grams(rows: Rows) -> MomentSums:
 
 def exact_by_gradients(rows: Rows) -> MomentSums:
     """sum G^T G and sum G G^T, from the per-sample gradients themselves."""
-    gradients = rows.gradients()  # [K, G, N, d_out, d_in]
+    gradients = rows.gradients  # [K, G, N, d_out, d_in]
     turned = gradients.mT
     return MomentSums(_input_moment(rows, gradients, gradients), _output_moment(rows, turned, turned), None)
 
@@ -229,12 +206,12 @@ def _weighted_by_partner(rows: Rows, a: Tensor, u: Tensor) -> MomentSums:
 
 def _input_moment(rows: Rows, x: Tensor, y: Tensor) -> Tensor:
     """Sum of x y^T over [..., G, N, T, d_in], in the form of the input side."""
-    return symmetric.sum_of_products(x.flatten(-3, -2), y.flatten(-3, -2), rows.block_in or x.shape[-1])
+    return symmetric.sum_of_products(x, y, rows.block_in or x.shape[-1])
 
 
 def _output_moment(rows: Rows, x: Tensor, y: Tensor) -> Tensor:
     """Sum of x y^T over [..., G, N, T, d_out], in the form of the output side."""
-    return symmetric.sum_of_products(x.flatten(-3, -2), y.flatten(-3, -2), rows.block_out or x.shape[-1])
+    return symmetric.sum_of_products(x, y, rows.block_out or x.shape[-1])
 
 
 def _reduced(rows: Rows) -> tuple[Tensor, Tensor]:

@@ -8,12 +8,13 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from tekfac.common.phases import Phase
 from tekfac.curvature.averages import Average
 from tekfac.curvature.eigenbasis import Eigenbasis, decompose, standard_basis
 from tekfac.curvature.factors import FactorRule, KroneckerFactors
 from tekfac.curvature.rescaling import RescalingRule, product_of_eigenvalues, rotated, second_moments
 from tekfac.curvature.symmetric import DecompositionError
-from tekfac.layers.batch import LayerBatch
+from tekfac.layers.batch import KeptRows, RowSource
 
 
 class NonFiniteStatisticsError(ArithmeticError):
@@ -30,6 +31,7 @@ class Recipe:
         sharing: how positions that share weights are treated.
         factor_decay: weight of the past in the moments.
         rescaling_decay: weight of the past in Theta.
+        basis_tolerance: how nearly diagonal a factor must be in the basis so far for it to be kept.
         averaging: "moments" keeps raw moments and normalises when read; "factors" averages the
             normalised factors, as the paper prints it.
         memory_budget: bytes of working memory for one layer's rows.
@@ -42,6 +44,7 @@ class Recipe:
     rescaling_decay: float
     averaging: str
     memory_budget: int
+    basis_tolerance: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -56,6 +59,9 @@ class Due:
     def anything(self) -> bool:
         """Whether the step needs captured batches."""
         return self.factors or self.rescaling
+
+
+NOTHING = Due(factors=False, basis=False, rescaling=False)
 
 
 @dataclass(frozen=True)
@@ -84,7 +90,7 @@ class LayerCurvature:
 
 
 def refreshed(
-    old: LayerCurvature | None, batches: Sequence[LayerBatch], due: Due, recipe: Recipe
+    old: LayerCurvature | None, batches: Sequence[RowSource], due: Due, recipe: Recipe
 ) -> LayerCurvature:
     """The curvature after one more batch: factors, basis, re-scaling, in the order of Algorithm 1.
 
@@ -95,31 +101,35 @@ def refreshed(
     """
     if old is None:
         due = Due(factors=True, basis=True, rescaling=True)
-    moments = _averaged_moments(old, batches, recipe) if due.factors or old is None else old.moments
+    rows = [KeptRows(batch) for batch in batches]
+    moments = _averaged_moments(old, rows, recipe) if due.factors or old is None else old.moments
     basis, theta = (None, None) if old is None else (old.basis, old.theta)
     failures = 0 if old is None else old.failed_refreshes
     if due.basis or basis is None:
-        factors = recipe.factors.read(moments.values)
-        try:
-            new_basis = decompose(factors)
-        except DecompositionError:
-            failures += 1
-            new_basis = basis or standard_basis(factors)
+        with Phase("eigh"):
+            factors = recipe.factors.read(moments.values)
+            try:
+                new_basis = decompose(factors, basis, recipe.basis_tolerance)
+            except DecompositionError:
+                failures += 1
+                new_basis = basis or standard_basis(factors)
         if theta is not None and basis is not None and new_basis is not basis:
             theta = replace(theta, values=(rotated(theta.values[0], basis, new_basis),))
         basis = new_basis
     if recipe.rescaling.measured and (due.rescaling or theta is None):
-        measured = (second_moments(batches, basis, recipe.memory_budget),)
-        require_finite(*measured)
+        with Phase("theta"):
+            measured = (second_moments(rows, basis, recipe.memory_budget),)
+            require_finite(*measured)
         theta = Average.of(measured) if theta is None else theta.updated(measured, recipe.rescaling_decay)
     return LayerCurvature(moments, basis, theta, failures)
 
 
 def _averaged_moments(
-    old: LayerCurvature | None, batches: Sequence[LayerBatch], recipe: Recipe
+    old: LayerCurvature | None, batches: Sequence[RowSource], recipe: Recipe
 ) -> Average[KroneckerFactors]:
-    measured = recipe.factors.measure(batches, recipe.sharing, recipe.memory_budget)
-    require_finite(*measured)
+    with Phase("factors"):
+        measured = recipe.factors.measure(batches, recipe.sharing, recipe.memory_budget)
+        require_finite(*measured)
     if recipe.averaging == "factors":  # as the paper averages them (Eqs. etkfac7, etkfac8)
         measured = recipe.factors.read(measured)
     if old is None:
@@ -128,6 +138,6 @@ def _averaged_moments(
 
 
 def require_finite(*tensors: Tensor) -> None:
-    """Raise NonFiniteStatisticsError for numbers that are not finite."""
-    if not bool(torch.stack([torch.isfinite(tensor).all() for tensor in tensors]).all()):
+    """Raise NonFiniteStatisticsError for numbers that are not finite, or whose sum leaves the range."""
+    if not bool(torch.stack([tensor.sum() for tensor in tensors]).isfinite().all()):
         raise NonFiniteStatisticsError("the curvature statistics are not finite")

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from operator import is_
 from typing import NamedTuple
 
 import torch
@@ -11,8 +13,9 @@ from torch import Tensor
 from tekfac.curvature.blocks.block_diagonal import BlockDiagonal
 from tekfac.curvature.blocks.kronecker import KroneckerBlock
 from tekfac.curvature.eigenbasis import Eigenbasis
-from tekfac.curvature.layer_curvature import Due, LayerCurvature, Recipe, refreshed
-from tekfac.curvature.precondition import precondition
+from tekfac.curvature.layer_curvature import NOTHING, Due, LayerCurvature, Recipe, refreshed
+from tekfac.curvature.stacks import Stack, spectrum_of, stacked
+from tekfac.curvature.together import alike, refreshed_together
 from tekfac.damping import DampingRule, Spectrum
 from tekfac.layers.batch import LayerBatch
 from tekfac.layers.layer import Layer
@@ -45,8 +48,10 @@ class NetworkCurvature:
         self.layers = layers
         self._recipe = recipe
         self._blocks: dict[str, LayerCurvature] = {}
-        self._denominators: dict[str, Tensor] = {}
+        self._stacks: list[Stack] = []
+        self._stacked: list[Layer] = []
         self._damped_by: Mapping[str, DampingRule] = {}
+        self._is_stacked = False
 
     @property
     def blocks(self) -> dict[str, LayerCurvature]:
@@ -56,21 +61,34 @@ class NetworkCurvature:
     @blocks.setter
     def blocks(self, blocks: dict[str, LayerCurvature]) -> None:
         self._blocks = blocks
-        self._denominators = {}
+        self._is_stacked = False
 
-    def refreshed(self, batches: Mapping[str, Sequence[LayerBatch]], due: Due) -> dict[str, LayerCurvature]:
+    def refreshed(
+        self, batches: Mapping[str, Sequence[LayerBatch]], due: Mapping[str, Due]
+    ) -> dict[str, LayerCurvature]:
         """New blocks for what is due; the present ones stay in place until they are assigned.
+
+        Args:
+            batches: what was captured of each layer; a layer seen for the first time is measured, due or not.
+            due: what is, by layer.
 
         Raises:
             NonFiniteStatisticsError: if the batches lead to numbers that are not finite.
         """
         blocks = dict(self._blocks)
+        for names in alike(self.layers, blocks, batches, due):
+            old_ones, seen_ones = [blocks[name] for name in names], [batches[name][0] for name in names]
+            found = refreshed_together(old_ones, seen_ones, due[names[0]], self._recipe)
+            if found is not None:
+                blocks.update(zip(names, found, strict=True))
         for name in self.layers:
-            old, seen = self._blocks.get(name), batches.get(name, [])
-            if seen:
-                blocks[name] = refreshed(old, seen, due, self._recipe)
-            elif old is not None and due.basis:
-                blocks[name] = refreshed(old, [], Due(factors=False, basis=True, rescaling=False), self._recipe)
+            if blocks.get(name) is not self._blocks.get(name):
+                continue
+            old, seen, wanted = self._blocks.get(name), batches.get(name, ()), due.get(name, NOTHING)
+            if not seen:
+                wanted = replace(NOTHING, basis=wanted.basis)
+            if (old is None and seen) or (old is not None and wanted != NOTHING):
+                blocks[name] = refreshed(old, seen, wanted, self._recipe)
         return blocks
 
     def block_diagonal(self) -> BlockDiagonal[KroneckerBlock]:
@@ -83,37 +101,39 @@ class NetworkCurvature:
 
     def natural_gradients(
         self, gradients: Mapping[Tensor, Tensor], rules: Mapping[str, DampingRule]
-    ) -> dict[Tensor, Tensor]:
+    ) -> tuple[dict[Tensor, Tensor], list[Tensor]]:
         """(F_hat + damping)^-1 applied to gradients, for the parameters of every layer that has both.
 
         Args:
             gradients: of the parameters that have one.
             rules: the damping rule of each layer.
+
+        Returns:
+            The directions, and a few tensors that are finite if and only if they are; good until the next call.
         """
-        denominators = self._damped(rules)
         directions: dict[Tensor, Tensor] = {}
-        for name, block in self._blocks.items():
-            layer = self.layers[name]
-            if layer.weight not in gradients:
-                continue
-            bias_gradient = None if layer.bias is None else gradients.get(layer.bias)
-            gradient = layer.to_matrix(gradients[layer.weight], bias_gradient)
-            direction = precondition(gradient, block.basis, denominators[name])
-            parts = zip(layer.parameters, layer.from_matrix(direction), strict=True)
-            directions.update((parameter, part) for parameter, part in parts if parameter in gradients)
-        return directions
+        wholes: list[Tensor] = []
+        stacks = self._present_stacks(rules)
+        network = [spectrum for stack in stacks for spectrum in stack.spectra]
+        for stack in stacks:
+            found, whole = stack.natural_gradients(gradients, rules, network)
+            directions.update(found)
+            wholes += whole
+        return directions, wholes
 
     def signals(self, rules: Mapping[str, DampingRule]) -> dict[str, LayerSignals]:
         """The state of every layer seen so far, under the given damping rules, in a few numbers each."""
-        denominators = self._damped(rules)
+        spectra = {name: spectrum_of(self.layers[name], block) for name, block in self._blocks.items()}
+        network = list(spectra.values())
         found = {}
-        for name, block in self._blocks.items():
-            values, damped = block.rescaling.double(), denominators[name].double()
+        for name, spectrum in spectra.items():
+            values = spectrum.rescaling.double()
+            damped = rules[name].denominators(spectrum, network).double()
             found[name] = LayerSignals(
                 trace=float(values.sum()),
                 damping=float((damped - values).mean()),
                 condition=float(damped.max() / damped.min()),
-                failed_refreshes=block.failed_refreshes,
+                failed_refreshes=self._blocks[name].failed_refreshes,
             )
         return found
 
@@ -125,26 +145,34 @@ class NetworkCurvature:
         """
         one = torch.ones(1, 1)
         basis = Eigenbasis(one[None], one[None], one, one, one[0])
-        is_product = not self._recipe.rescaling.measured
-        spectra = {
-            name: Spectrum(one[None], basis, layer.is_convolution, is_product)
-            for name, layer in self.layers.items()
-        }
+        theta = one[None] if self._recipe.rescaling.measured else None
+        spectra = {name: Spectrum(basis, layer.is_convolution, theta) for name, layer in self.layers.items()}
         for name, spectrum in spectra.items():
             rules[name].denominators(spectrum, list(spectra.values()))
 
-    def _damped(self, rules: Mapping[str, DampingRule]) -> dict[str, Tensor]:
-        """S + lambda of every layer; computed anew only when blocks or rules changed."""
-        if not self._denominators or rules != self._damped_by:
-            spectra = {
-                name: Spectrum(
-                    block.rescaling, block.basis, self.layers[name].is_convolution, block.theta is None
-                )
-                for name, block in self._blocks.items()
-            }
-            network = list(spectra.values())
-            self._denominators = {
-                name: rules[name].denominators(spectrum, network) for name, spectrum in spectra.items()
-            }
+    def _present_stacks(self, rules: Mapping[str, DampingRule]) -> list[Stack]:
+        """The blocks, small ones put together; anew only where blocks, layers or rules are others now."""
+        layers = [layer for name, layer in self.layers.items() if name in self._blocks]
+        if len(layers) != len(self._stacked) or not all(map(is_, layers, self._stacked)):
+            together = stacked({layer.name: layer for layer in layers})
+            self._stacks = [
+                Stack([self.layers[name] for name in names], [self._blocks[name] for name in names])
+                for names in together
+            ]
+            self._stacked, self._is_stacked = layers, True
+        elif not self._is_stacked:
+            self._stacks = [self._renewed(stack) for stack in self._stacks]
+            self._is_stacked = True
+        if rules is not self._damped_by:
+            for stack in self._stacks:
+                stack.forget_damping()
             self._damped_by = rules
-        return self._denominators
+        return self._stacks
+
+    def _renewed(self, stack: Stack) -> Stack:
+        """The stack of the same layers with their present blocks."""
+        curvatures = [self._blocks[layer.name] for layer in stack.layers]
+        if not stack.is_of(curvatures):
+            return Stack(stack.layers, curvatures, stack)
+        stack.forget_damping()  # which may depend on other layers
+        return stack

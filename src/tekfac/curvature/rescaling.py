@@ -9,16 +9,25 @@ so it minimises the Frobenius error, and its sum is the trace of F whatever the 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from tekfac.curvature import symmetric
+from tekfac.curvature.contractions import (
+    Sizes,
+    gradient_first_cost,
+    pairs_cost,
+    project_first_cost,
+    samples_per_chunk,
+    sizes_of,
+)
 from tekfac.curvature.eigenbasis import Eigenbasis
-from tekfac.layers.batch import LayerBatch
-from tekfac.layers.rows import Rows, samples_within
+from tekfac.layers.batch import RowSource
+from tekfac.layers.rows import Rows
 
 
 @dataclass(frozen=True)
@@ -44,16 +53,16 @@ def product_of_eigenvalues(basis: Eigenbasis) -> Tensor:
     return scaled[:, :, None] * basis.values_in[:, None, :]
 
 
-def second_moments(batches: Sequence[LayerBatch], basis: Eigenbasis, memory_budget: int) -> Tensor:
+def second_moments(batches: Sequence[RowSource], basis: Eigenbasis, memory_budget: int) -> Tensor:
     """Theta of one or more batches of the same layer, as of one large batch, [G, d_out, d_in]."""
     return sum_of_squares(batches, basis, memory_budget) / sum(batch.num_terms for batch in batches)
 
 
-def sum_of_squares(batches: Sequence[LayerBatch], basis: Eigenbasis, memory_budget: int) -> Tensor:
+def sum_of_squares(batches: Sequence[RowSource], basis: Eigenbasis, memory_budget: int) -> Tensor:
     """Sum over samples and columns of (Q_out^T G_n Q_in)^2, which Theta is the mean of, [G, d_out, d_in]."""
     total: Tensor | None = None
     for batch in batches:
-        for rows in batch.chunks(_chunk_size(batch, memory_budget)):
+        for rows in batch.chunks(samples_per_chunk(batch, memory_budget)):
             sums = _squared_projections(rows, basis)
             if rows.tokens is None:
                 total = sums if total is None else total.add_(sums)
@@ -71,48 +80,47 @@ def rotated(theta: Tensor, old: Eigenbasis, new: Eigenbasis) -> Tensor:
     The diagonal, in the new basis, of the approximation held so far. Trace and positivity are kept, and
     a mere permutation or change of signs of the eigenvectors is undone exactly.
     """
-    turn_out = symmetric.squared_overlap(old.vectors_out, new.vectors_out)
-    turn_in = symmetric.squared_overlap(old.vectors_in, new.vectors_in)
-    return symmetric.into(turn_in, symmetric.into(turn_out, theta.mT).mT)
+    if old.vectors_out is not new.vectors_out:
+        turn_out = symmetric.squared_overlap(old.vectors_out, new.vectors_out)
+        theta = symmetric.into(turn_out, theta.mT).mT
+    if old.vectors_in is not new.vectors_in:
+        theta = symmetric.into(symmetric.squared_overlap(old.vectors_in, new.vectors_in), theta)
+    return theta
 
 
 def _squared_projections(rows: Rows, basis: Eigenbasis) -> Tensor:
     """Sum over columns and samples of (Q_out^T G_n Q_in)^2, by the cheapest contraction."""
-    positions, d_in = rows.a.shape[2:]
-    columns, d_out = rows.u.shape[0], rows.u.shape[-1]
-    if positions == 1:
-        return squares_of_single_position(rows, basis)
-    sizes = (positions, d_in, d_out, columns)
-    if project_first_cost(*sizes) <= gradient_first_cost(*sizes):
-        return squares_project_first(rows, basis)
-    return squares_gradient_first(rows, basis)
+    return cheapest(sizes_of(rows)).squares(rows, basis)
 
 
-def project_first_cost(positions: int, d_in: int, d_out: int, columns: int) -> int:
-    """Multiplications per sample of `squares_project_first`."""
-    return positions * (d_in**2 + columns * d_out * (d_out + d_in))
+def squares_by_pairs(rows: Rows, basis: Eigenbasis) -> Tensor:
+    """The squares multiplied out, over pairs of positions: no per-sample gradient is formed.
 
-
-def gradient_first_cost(positions: int, d_in: int, d_out: int, columns: int) -> int:
-    """Multiplications per sample of `squares_gradient_first`."""
-    return columns * d_in * d_out * (positions + d_in + d_out)
-
-
-def squares_of_single_position(rows: Rows, basis: Eigenbasis) -> Tensor:
-    """T = 1: the squares factorise, no per-sample gradient is formed."""
+    (sum_t u_t a_t)^2 = sum_t u_t^2 a_t^2 + 2 sum_{s<t} (u_s u_t) (a_s a_t), one product of matrices for all
+    samples and pairs, whatever the number of columns. With one position the squares simply factorise; with more
+    the terms may cancel but for rounding, which must not make a square negative.
+    """
     inputs, gradients = _projected(rows, basis)
-    return torch.einsum("kgnto,gnti->goi", gradients.square(), inputs.square())
+    if inputs.shape[2] == 1:
+        return gradients.square().sum(0).flatten(1, 2).mT @ inputs.square().flatten(1, 2)
+    first, second = torch.triu_indices(*2 * inputs.shape[2:3], device=inputs.device)
+    weight = (1 + (first != second).to(inputs.dtype))[:, None]
+    of_gradients = (gradients[..., first, :] * gradients[..., second, :]).sum(0) * weight
+    of_inputs = inputs[..., first, :] * inputs[..., second, :]
+    return torch.einsum("gnpo,gnpi->goi", of_gradients, of_inputs).clamp_min(0)
 
 
 def squares_project_first(rows: Rows, basis: Eigenbasis) -> Tensor:
     """Project inputs and output gradients, then form the gradients in the eigenbasis."""
     inputs, gradients = _projected(rows, basis)
+    if len(gradients) == 1:
+        return (gradients[0].mT @ inputs).square().sum(dim=1)
     return torch.einsum("kgnto,gnti->kgnoi", gradients, inputs).square().sum(dim=(0, 2))
 
 
 def squares_gradient_first(rows: Rows, basis: Eigenbasis) -> Tensor:
     """Form the per-sample gradients, then project them."""
-    gradients = rows.gradients().transpose(1, 2)  # [K, N, G, d_out, d_in]
+    gradients = rows.gradients.transpose(1, 2)  # [K, N, G, d_out, d_in]
     return _for(rows, basis).project(gradients).square().sum(dim=(0, 1))
 
 
@@ -128,9 +136,20 @@ def _for(rows: Rows, basis: Eigenbasis) -> Eigenbasis:
     return basis if rows.tokens is None else basis._replace(vectors_in=basis.vectors_in[:, rows.tokens.columns])
 
 
-def _chunk_size(batch: LayerBatch, memory_budget: int) -> int:
-    """Samples per chunk such that rows and per-sample gradients, projected and not, fit the budget."""
-    columns, groups, _, positions, d_in, d_out = batch.shape
-    rows = 2 * positions * (d_in + columns * d_out)
-    gradients = 2 * columns * d_in * d_out
-    return samples_within(memory_budget, groups * (rows + gradients))
+class Contraction(NamedTuple):
+    """One of the ways to the same sum of squares, and what it costs."""
+
+    squares: Callable[[Rows, Eigenbasis], Tensor]
+    cost: Callable[[Sizes], int]
+
+
+CONTRACTIONS = (
+    Contraction(squares_by_pairs, pairs_cost),
+    Contraction(squares_project_first, project_first_cost),
+    Contraction(squares_gradient_first, gradient_first_cost),
+)
+
+
+def cheapest(sizes: Sizes) -> Contraction:
+    """The contraction to take for such sizes."""
+    return min(CONTRACTIONS, key=lambda contraction: contraction.cost(sizes))

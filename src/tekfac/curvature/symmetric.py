@@ -32,10 +32,18 @@ class DecompositionError(ArithmeticError):
 
 
 def sum_of_products(x: Tensor, y: Tensor, block_size: int) -> Tensor:
-    """Sum over rows of x y^T, as far as the form keeps it, [G, d, b]; rows are [..., G, R, d]."""
+    """Sum over rows of x y^T, as far as the form keeps it, [G, d, b]; rows are [..., G, N, T, d].
+
+    Rows that lie in memory by coordinates, as unfolded patches do, are multiplied sample by sample where they
+    are many: to lay them one after the other would take longer than the product.
+    """
     dim = x.shape[-1]
+    if block_size == dim and x.stride(-1) != 1 and x.shape[-2] >= dim:
+        products = x.mT @ y  # [..., G, N, d, d]
+        return products.sum(dim=(*range(x.ndim - 4), -3))
+    x, y = x.flatten(-3, -2), y.flatten(-3, -2)
     if block_size == dim:
-        return torch.einsum("...gri,...grj->gij", x, y)
+        return x.mT @ y if x.ndim == 3 else torch.einsum("...gri,...grj->gij", x, y)
     if block_size == 1:
         return torch.einsum("...gri,...gri->gi", x, y)[..., None]
     return _to_rows(torch.einsum("...grni,...grnj->gnij", _cut(x, block_size), _cut(y, block_size)), dim)
@@ -49,8 +57,10 @@ def trace(matrix: Tensor) -> Tensor:
 def unit_trace(matrix: Tensor) -> Tensor:
     """The matrix divided by its trace; I / d where that is 0 (a layer no gradient reaches)."""
     traces = trace(matrix)[:, None, None]
-    flat = identity_like(matrix) / matrix.shape[1]
-    return torch.where(traces > 0, matrix / traces.clamp_min(torch.finfo(matrix.dtype).tiny), flat)
+    unit = matrix / traces.clamp_min(torch.finfo(matrix.dtype).tiny)
+    if bool((traces > 0).all()):
+        return unit
+    return torch.where(traces > 0, unit, identity_like(matrix) / matrix.shape[1])
 
 
 def identity_like(matrix: Tensor) -> Tensor:
@@ -78,16 +88,38 @@ def eigen(matrix: Tensor) -> tuple[Tensor, Tensor]:
         DecompositionError: if a block defeats every attempt of `symmetric_eigen`.
     """
     _, dim, size = matrix.shape
-    if size == dim:
-        return symmetric_eigen(matrix)
     if size == 1:
         return axes(matrix)
+    if size == dim:
+        return symmetric_eigen(matrix)
     blocks = _to_blocks(matrix)
     last = dim - size * (blocks.shape[1] - 1)
     values, vectors = symmetric_eigen(blocks[:, :-1])
     last_values, last_vectors = symmetric_eigen(blocks[:, -1, :last, :last])
     all_vectors = torch.cat([vectors.flatten(1, 2), F.pad(last_vectors, (0, size - last))], dim=1)
     return torch.cat([values.flatten(1), last_values], dim=1), all_vectors
+
+
+def nearly_diagonal(matrix: Tensor, vectors: Tensor, tolerance: float) -> Tensor | None:
+    """Eigenvalues [G, d] along given vectors Q, if Q^T M Q is diagonal but for a small part; None if not.
+
+    That is, if the off-diagonal part has at most `tolerance` times the Frobenius norm, in every group. One
+    product tells: the norm of Q^T M Q is that of M. In float32 a tolerance below 1e-3 is beyond rounding.
+    """
+    along = _times(matrix, vectors).mul_(vectors)
+    _, dim, size = matrix.shape
+    values = along.sum(-2) if size == dim else _to_blocks(along).sum(-2).flatten(1)[:, :dim]
+    whole = torch.linalg.vector_norm(matrix, dim=(1, 2))
+    small = 1 - (values / whole[:, None]).square().sum(1) <= tolerance**2
+    return values.clamp_min(0) if bool(small.all()) else None
+
+
+def _times(matrix: Tensor, vectors: Tensor) -> Tensor:
+    """M Q, in their form."""
+    _, dim, size = matrix.shape
+    if size == dim:
+        return matrix @ vectors
+    return _to_rows(_to_blocks(matrix) @ _to_blocks(vectors), dim)
 
 
 def axes(matrix: Tensor) -> tuple[Tensor, Tensor]:

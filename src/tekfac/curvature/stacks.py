@@ -1,0 +1,178 @@
+"""Layers that are preconditioned together: small blocks of equal size, put one behind the other.
+
+A network has many small blocks (norms, biases, narrow layers) whose arithmetic takes less time than the calls
+that ask for it. Those of equal size become one block with all their groups, with room of its own for gradients
+and directions. A large layer is alone in its stack, and nothing of it is kept twice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from operator import is_
+
+import torch
+from torch import Tensor
+
+from tekfac.common.torch_internals import copy_each
+from tekfac.curvature.eigenbasis import Eigenbasis
+from tekfac.curvature.layer_curvature import LayerCurvature
+from tekfac.curvature.precondition import precondition
+from tekfac.damping import DampingRule, Spectrum
+from tekfac.layers.layer import Layer
+
+SMALL = 2**14
+"""Numbers in a layer's two sides and its diagonal up to which it is stacked, and its denominators are kept.
+
+Beyond, about 64 x 64, the multiplications take longer than calls do, and copies would count in memory."""
+
+ROOMY = 2**17
+"""The same up to which it has room of its own for its gradient."""
+
+Network = Sequence[Spectrum]
+
+
+def numbers_of(layer: Layer) -> int:
+    """In the eigenvectors of both sides and the diagonal."""
+    shape = layer.shape
+    block_in, block_out = shape.block_in or shape.d_in, shape.block_out or shape.d_out
+    return shape.groups * (shape.d_in * block_in + shape.d_out * block_out + shape.d_in * shape.d_out)
+
+
+def stacked(layers: Mapping[str, Layer]) -> list[tuple[str, ...]]:
+    """The names of the layers that go together, in the order of the first of each."""
+    together: dict[object, list[str]] = {}
+    for name, layer in layers.items():
+        shape = layer.shape
+        size = (shape.d_out, shape.d_in, shape.block_out, shape.block_in)
+        small = numbers_of(layer) <= SMALL and Room.of([layer]) is not None
+        key = (size, layer.dtype, layer.weight.device) if small else name
+        together.setdefault(key, []).append(name)
+    return [tuple(names) for names in together.values()]
+
+
+class Stack:
+    """Blocks of equal size, as one with all their groups.
+
+    Attributes:
+        layers: whose blocks they are.
+        curvatures: of the layers.
+        spectra: of the layers, for their damping rules.
+        basis: all their eigenvectors; of a single layer, its own tensors.
+    """
+
+    def __init__(
+        self, layers: Sequence[Layer], curvatures: Sequence[LayerCurvature], before: Stack | None = None
+    ) -> None:
+        """Put blocks together.
+
+        Args:
+            layers: whose blocks they are.
+            curvatures: of the layers.
+            before: a stack of the same layers, whose room is taken over.
+        """
+        self.layers = tuple(layers)
+        self.curvatures = tuple(curvatures)
+        self.spectra = tuple(map(spectrum_of, layers, curvatures))
+        bases = [curvature.basis for curvature in curvatures]
+        self.basis = bases[0] if len(bases) == 1 else Eigenbasis(*map(torch.cat, zip(*bases, strict=True)))
+        is_product = self.spectra[0].theta is None  # whose diagonal is nowhere else
+        self._keeps_denominators = numbers_of(layers[0]) <= (ROOMY if is_product else SMALL)
+        self._room: Room | None
+        if before is not None:
+            self._room = before._room
+        else:
+            self._room = Room.of(self.layers) if numbers_of(layers[0]) <= ROOMY else None
+        self._denominators: Tensor | None = None
+
+    def is_of(self, curvatures: Sequence[LayerCurvature]) -> bool:
+        """Whether these are the curvatures, themselves."""
+        return len(self.curvatures) == len(curvatures) and all(map(is_, self.curvatures, curvatures))
+
+    def forget_damping(self) -> None:
+        """Compute the denominators anew when they are needed next."""
+        self._denominators = None
+
+    def natural_gradients(
+        self, gradients: Mapping[Tensor, Tensor], rules: Mapping[str, DampingRule], network: Network
+    ) -> tuple[dict[Tensor, Tensor], list[Tensor]]:
+        """(F_hat + damping)^-1 applied to gradients, for the parameters of the layers whose weight has one.
+
+        Returns:
+            The directions, and tensors that are finite if and only if all of them are. Directions may lie in
+            room that the next call uses again.
+        """
+        present = [layer for layer in self.layers if layer.weight in gradients]
+        if not present:
+            return {}, []
+        denominators = self._damped(rules, network)
+        if self._room is not None:
+            if len(present) < len(self.layers):
+                gradients = {p: gradients[p] for la in present for p in la.parameters if p in gradients}
+            views = self._room.gather(gradients)
+            whole = self._room.whole
+            whole.copy_(precondition(whole, self.basis, denominators))
+            return views, [whole]
+        (layer,) = self.layers
+        bias = None if layer.bias is None else gradients.get(layer.bias)
+        whole = precondition(layer.to_matrix(gradients[layer.weight], bias), self.basis, denominators)
+        parts = dict(zip(layer.parameters, layer.from_matrix(whole), strict=True))
+        found: dict[Tensor, Tensor] = {p: part for p, part in parts.items() if p in gradients}
+        is_cast = any(part.dtype != whole.dtype for part in found.values())  # and may have left the range
+        return found, list(found.values()) if is_cast else [whole]
+
+    def _damped(self, rules: Mapping[str, DampingRule], network: Network) -> Tensor:
+        """S + lambda, [G, d_out, d_in]: kept where it is small, computed for the moment where it is not."""
+        if self._denominators is not None:
+            return self._denominators
+        members = zip(self.layers, self.spectra, strict=True)
+        found = [rules[layer.name].denominators(spectrum, network) for layer, spectrum in members]
+        whole = found[0] if len(found) == 1 else torch.cat(found)
+        if self._keeps_denominators:
+            self._denominators = whole
+        return whole
+
+
+class Room:
+    """Memory for the gradients of a stack, and then for its directions, with a view for every parameter.
+
+    Attributes:
+        whole: [G, d_out, d_in].
+        views: of every parameter, in its own shape.
+    """
+
+    def __init__(self, whole: Tensor, views: dict[Tensor, Tensor]) -> None:
+        self.whole = whole
+        self.views = views
+        self._all = list(views.values())
+
+    @classmethod
+    def of(cls, layers: Sequence[Layer]) -> Room | None:
+        """Room for these layers; None if a parameter is no view of its matrix, or of another precision."""
+        shape = layers[0].shape
+        groups = [layer.shape.groups for layer in layers]
+        whole = torch.zeros(
+            sum(groups), shape.d_out, shape.d_in, dtype=layers[0].dtype, device=layers[0].weight.device
+        )
+        views: dict[Tensor, Tensor] = {}
+        for layer, own in zip(layers, torch.split(whole, groups), strict=True):
+            views.update(zip(layer.parameters, layer.shape.from_matrix(own), strict=True))
+        storage = whole.untyped_storage().data_ptr()
+        fits = all(p.dtype == v.dtype and v.untyped_storage().data_ptr() == storage for p, v in views.items())
+        return cls(whole, views) if fits else None
+
+    def gather(self, gradients: Mapping[Tensor, Tensor]) -> dict[Tensor, Tensor]:
+        """Put gradients in, 0 for parameters that have none; the views of those that have one."""
+        found = [gradients[parameter] for parameter in self.views if parameter in gradients]
+        if len(found) == len(self.views):
+            copy_each(self._all, found)
+            return self.views
+        self.whole.zero_()
+        views = {parameter: view for parameter, view in self.views.items() if parameter in gradients}
+        copy_each(list(views.values()), found)
+        return views
+
+
+def spectrum_of(layer: Layer, curvature: LayerCurvature) -> Spectrum:
+    """What a damping rule may look at."""
+    theta = None if curvature.theta is None else curvature.theta.values[0]
+    return Spectrum(curvature.basis, layer.is_convolution, theta)

@@ -1,0 +1,147 @@
+"""Tiny layers of equal size are refreshed and preconditioned together, with the results of each by itself."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from dense import assert_close, dense_block, every_method, normal, seeded, statistics
+from tekfac import TEKFAC
+from tekfac.curvature import network, stacks
+from tekfac.curvature.symmetric import DecompositionError
+from tekfac.optim.natural_gradient import NaturalGradient
+from training import assert_identical, everything
+
+STEPS = 4
+
+
+class Net(nn.Module):
+    """Three norms and three linear layers of one size, and another one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+        self.norms = nn.ModuleList(nn.LayerNorm(4) for _ in range(3))
+        self.head = nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer, norm in zip(self.layers, self.norms, strict=True):
+            x = torch.tanh(norm(layer(x)))
+        out: Tensor = self.head(x.mean(1))
+        return out
+
+
+def clocks(method: type[NaturalGradient]) -> dict[str, int]:
+    names = ["factors_every", "basis_every", *(["rescaling_every"] if method.method.rescaling.measured else [])]
+    return dict.fromkeys(names, 1)
+
+
+def run(method: type[NaturalGradient], **settings: Any) -> tuple[nn.Module, NaturalGradient]:
+    model = seeded(Net)
+    settings = {"lr": 0.05, "fisher": "empirical", "damping": 1e-2, **clocks(method), **settings}
+    optimizer = method(model, **settings)
+    for seed in range(STEPS):
+        optimizer.zero_grad()
+        F.cross_entropy(model(normal(6, 5, 4, seed=seed)), torch.arange(6) % 3).backward()
+        optimizer.step()
+    return model, optimizer
+
+
+def alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every layer by itself, from now on."""
+    monkeypatch.setattr(network, "alike", lambda *_: [])
+    monkeypatch.setattr(network, "stacked", lambda layers: [(name,) for name in layers])
+    monkeypatch.setattr(stacks, "ROOMY", 0)
+
+
+@every_method
+@pytest.mark.parametrize("fisher", ["empirical", "sampled", "exact"])
+def test_the_result_is_that_of_each_by_itself(
+    monkeypatch: pytest.MonkeyPatch, method: type[NaturalGradient], fisher: str
+) -> None:
+    together = []
+    whole = network.refreshed_together
+    monkeypatch.setattr(network, "refreshed_together", lambda *a: together.append(len(a[0])) or whole(*a))
+    model, optimizer = run(method, fisher=fisher)
+    assert together == [3, 3] * (STEPS - 1)  # linear layers, and norms; the first step is each one's own
+    alone(monkeypatch)
+    other, expected = run(method, fisher=fisher)
+    for name, block in statistics(expected).items():
+        for group in range(len(block.basis.scale)):
+            assert_close(dense_block(statistics(optimizer)[name], group), dense_block(block, group), 1e-9)
+    for one, two in zip(model.parameters(), other.parameters(), strict=True):
+        assert_close(one.detach(), two.detach(), 1e-9)
+
+
+def test_what_fails_together_is_tried_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    from tekfac.curvature import symmetric
+
+    eigen, calls = symmetric.symmetric_eigen, []
+
+    def failing(matrix: Tensor) -> Any:
+        calls.append(len(matrix))
+        if len(matrix) == 12:  # three norms of four units
+            raise DecompositionError("together")
+        return eigen(matrix)
+
+    monkeypatch.setattr(symmetric, "symmetric_eigen", failing)
+    _, optimizer = run(TEKFAC)
+    assert 12 in calls
+    assert optimizer.failed_refreshes == 0
+    alone(monkeypatch)
+    _, expected = run(TEKFAC)
+    for name, block in statistics(expected).items():
+        assert_close(dense_block(statistics(optimizer)[name]), dense_block(block), 1e-9)
+
+
+def test_the_tensors_of_a_layer_are_its_own() -> None:
+    """Not parts of a larger one, which a saved state would hold as a whole."""
+    _, optimizer = run(TEKFAC)
+    for block in statistics(optimizer).values():
+        for tensor in (*block.moments.values, *block.basis):
+            assert tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size()
+
+
+@every_method
+def test_a_layer_without_a_gradient_is_left_out(method: type[NaturalGradient]) -> None:
+    """Of layers that lie together, one has none at all and one has none of its bias."""
+    model, optimizer = run(method, **dict.fromkeys(clocks(method), 100))
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    optimizer.zero_grad()
+    F.cross_entropy(model(normal(6, 5, 4, seed=9)), torch.arange(6) % 3).backward()
+    gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    for name in ("layers.1.weight", "layers.1.bias", "norms.2.bias"):
+        dict(model.named_parameters())[name].grad = None
+        del gradients[name]
+    filled = {**gradients, "norms.2.bias": torch.zeros(4).double()}
+    curvature = optimizer.curvature
+    velocities = {n: optimizer.state[p]["momentum_buffer"].clone() for n, p in model.named_parameters()}
+    optimizer.step()
+    names = [n for n in curvature.parameters if not n.startswith("layers.1")]
+    kept = {n: filled[n] for n in names}
+    kept |= {n: torch.zeros(s).double() for n, s in curvature.parameters.items() if n not in kept}
+    if method.method.rescaling.measured:
+        natural = curvature.solve(kept, damping=1e-2)
+        for name, parameter in model.named_parameters():
+            moved = (before[name] - parameter.detach()) / 0.05
+            if name in gradients:
+                assert_close(moved, 0.9 * velocities[name] + natural[name])
+            else:
+                assert not moved.any()
+
+
+def test_a_run_is_the_same_from_a_saved_state_on() -> None:
+    model, optimizer = run(TEKFAC)
+    twin = seeded(Net)
+    twin.load_state_dict(model.state_dict())
+    other = TEKFAC(twin, lr=0.05, fisher="empirical", damping=1e-2, **clocks(TEKFAC))
+    other.load_state_dict(optimizer.state_dict())
+    for net, one in ((model, optimizer), (twin, other)):
+        one.zero_grad()
+        F.cross_entropy(net(normal(6, 5, 4, seed=7)), torch.arange(6) % 3).backward()
+        one.step()
+    assert_identical(everything(model, optimizer), everything(twin, other))
