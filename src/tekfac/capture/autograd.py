@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -78,27 +79,111 @@ def accumulates(calls: Sequence[ModuleCall]) -> bool | None:
         return None
 
 
-def send_down(outputs_edge: GradientEdge, vector: Tensor, calls: Sequence[Call]) -> list[list[Tensor | None]]:
-    """Back-propagate one vector from the outputs; what arrives at each call's outputs."""
-    edges = [
-        GradientEdge(outputs_edge.node, edge) if isinstance(edge, int) else edge
-        for call in calls
-        for edge in call.edges
-        if edge is not None
-    ]
+Arrived = list[Tensor | None]
+"""What has arrived at each of a call's outputs."""
+
+
+class Descent:
+    """The way from a model's outputs down to the calls of its layers, for one vector after the other.
+
+    Where a vector arrives at a call, what the call keeps of it is taken out at once: the gradients of a whole
+    batch, of all layers at a time, would take as much memory as the forward pass does.
+    """
+
+    def __init__(self, outputs_edge: GradientEdge, calls: Sequence[Call]) -> None:
+        self._from = outputs_edge
+        self._calls = calls
+        found = [(call, place, edge) for call in calls for place, edge in enumerate(call.edges)]
+        self._at_outputs = [(call, place) for call, place, edge in found if edge == outputs_edge.output_nr]
+        self._below = [(call, place, edge) for call, place, edge in found if isinstance(edge, GradientEdge)]
+
+    def will_run(self) -> bool:
+        """Whether the backward pass that is running comes to all the calls."""
+        return all(will_run(edge.node) for _, _, edge in self._below)
+
+    @cached_property
+    def _ends(self) -> set[Any]:
+        """Nodes that a pass has to go to, so that it comes by all the others."""
+        return _deepest({edge.node for _, _, edge in self._below})
+
+    def send(self, vector: Tensor) -> list[Arrived]:
+        """Back-propagate a vector from the outputs; what arrives at each call's outputs."""
+        arrived: dict[int, Arrived] = {id(call): [None] * len(call.edges) for call in self._calls}
+        ends = [(call, place, edge) for call, place, edge in self._below if edge.node in self._ends]
+        handles = [
+            edge.node.register_prehook(_taker(arrived[id(call)], place, edge.output_nr, call.rows))
+            for call, place, edge in self._below
+            if edge.node not in self._ends
+        ]
+        try:
+            gradients = _gradients(self._from, [edge for _, _, edge in ends], vector) if ends else ()
+        finally:
+            for handle in handles:
+                handle.remove()
+        for (call, place, _), gradient in zip(ends, gradients, strict=True):
+            arrived[id(call)][place] = _taken(gradient, call.rows)
+        for call, place in self._at_outputs:
+            arrived[id(call)][place] = _taken(vector, call.rows)
+        return [arrived[id(call)] for call in self._calls]
+
+    def wait(self, gradient: Tensor) -> None:
+        """Let the backward pass that is running leave its own gradients at the calls.
+
+        Args:
+            gradient: what has arrived at the outputs.
+        """
+        for call in self._calls:
+            call.gradients = [[None] * len(call.edges)]
+        for call, place, edge in self._below:
+            arrived: Any = call.gradients[0]
+            edge.node.register_prehook(_taker(arrived, place, edge.output_nr, call.rows))
+        for call, place in self._at_outputs:
+            call.gradients[0][place] = _taken(gradient, call.rows)  # type: ignore[index]
+        for call in self._calls:
+            call.edges = ()  # a node must not be owned by what hangs on it
+
+
+def _taker(into: Arrived, place: int, output_nr: int, rows: Tensor | None) -> Callable[[Any], None]:
+    """A hook of a node that takes the first gradient which comes by."""
+
+    def take(gradients: tuple[Tensor | None, ...]) -> None:
+        if into[place] is None:
+            into[place] = _taken(gradients[output_nr], rows)
+
+    return take
+
+
+def _taken(gradient: Tensor | None, rows: Tensor | None) -> Tensor | None:
+    if gradient is None:
+        return None
+    return gradient.detach() if rows is None else gradient.detach()[rows]
+
+
+def _gradients(outputs: GradientEdge, edges: Sequence[GradientEdge], vector: Tensor) -> Sequence[Tensor | None]:
     try:
-        arrived = torch.autograd.grad([outputs_edge], edges, [vector], retain_graph=True, allow_unused=True)
+        return torch.autograd.grad([outputs], edges, [vector], retain_graph=True, allow_unused=True)
     except RuntimeError as error:
         if "use_reentrant" not in str(error):
             raise
         raise RuntimeError(REENTRANT) from error
-    gradients = iter(arrived)
 
-    def next_one(edge: GradientEdge | int | None) -> Tensor | None:
-        gradient = None if edge is None else next(gradients)
-        return None if gradient is None else gradient.detach()
 
-    return [[next_one(edge) for edge in call.edges] for call in calls]
+def _deepest(nodes: set[Any]) -> set[Any]:
+    """Those of the nodes from which no other of them can be reached: a pass to these comes by all."""
+    oldest = min((sequence_number(node) for node in nodes), default=0)
+    leads: dict[Any, bool] = {}  # whether one of the nodes is below
+    for start in nodes:
+        stack = [start]
+        while stack:
+            node = stack[-1]
+            below = [n for n, _ in node.next_functions if n is not None and sequence_number(n) >= oldest]
+            waiting = [n for n in below if n not in leads]
+            if waiting:
+                stack.extend(waiting)
+            else:
+                leads[node] = any(n in nodes or leads[n] for n in below)
+                stack.pop()
+    return {node for node in nodes if not leads[node]}
 
 
 def edge_below(node: Any, edge: GradientEdge | int | None) -> GradientEdge | int | None:

@@ -7,26 +7,41 @@ is kept, layer by layer, until the step reads it. The training gradient tells wh
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import math
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from types import MappingProxyType
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from tekfac.capture.autograd import send_down, sending
+from tekfac.capture.autograd import Descent, sending
 from tekfac.capture.hooks import WHY_NOTHING_CAME, Arrival, ModelHooks
 from tekfac.capture.measurement import Measurement
 from tekfac.capture.module_calls import ModuleCall, is_unclear, versions
 from tekfac.capture.sample_axis import InseparableError, SampleAxis, divided_into, samples_first
 from tekfac.capture.sampling import Sampling
+from tekfac.capture.selection import Selection, StatisticsSamples
+from tekfac.common.phases import Phase
 from tekfac.layers.batch import LayerBatch, PassContext
-from tekfac.layers.kinds.base import Application, RepetitionError
+from tekfac.layers.kinds.base import Application, RepetitionError, SimpleKind
 from tekfac.layers.layer import Layer
 from tekfac.likelihoods import Prediction, as_likelihood
 
 logger = logging.getLogger("tekfac")
+
+
+class _Pass(NamedTuple):
+    """A forward and backward pass whose gradients are at its calls, or will be at the end of it."""
+
+    calls: Sequence[ModuleCall]
+    axis: SampleAxis
+    context: PassContext
+    selection: Selection
 
 
 class Capture:
@@ -35,6 +50,7 @@ class Capture:
     Attributes:
         problems: what kept a forward pass from being captured, in words.
         sampling: the generator of drawn labels.
+        choosing: the generator that samples to measure are chosen with.
         counted: which terms of the next backward pass count, [N, P], where that is known. Otherwise the
             gradient tells: a term without any does not count, unless its prediction is certain.
         passes: forward and backward passes received since the last `clear`.
@@ -51,21 +67,26 @@ class Capture:
         measurement: Measurement,
         *,
         grad_scaler: torch.amp.GradScaler | None = None,
+        statistics_samples: StatisticsSamples = None,
         only_training: bool = True,
     ) -> None:
         seed = torch.initial_seed() if measurement.seed is None else measurement.seed
         self.problems: list[str] = []
         self.sampling = Sampling(seed)
+        self.choosing = Sampling((seed + 1) % 2**63, torch.device("cpu"))  # not the numbers of the labels
         self.counted: Tensor | None = None
         self.passes = self.terms = self.samples = 0
         self.seconds = 0.0
         self._measurement = measurement
         self._likelihood = as_likelihood(measurement.likelihood)
         self._grad_scaler = grad_scaler
+        self._statistics_samples: StatisticsSamples = statistics_samples
+        self._measurements: Mapping[str, float] = {}
         self._only_training = only_training
         self._hooks = ModelHooks(model, measurement, self, only_training=only_training)
         self._layers = {layer.name: layer for layer in layers}
         self._batches: dict[str, list[LayerBatch]] = {}
+        self._unfinished: list[_Pass] = []
         self._loss_scale = 1.0
         self._adds_up = True
         self._probed: set[str] = set()
@@ -79,9 +100,24 @@ class Capture:
         """Whether forward passes are noted."""
         return self._hooks.armed
 
-    def arm(self) -> None:
-        """Note forward passes from now on."""
-        self._hooks.arm(self._layers.values())
+    @property
+    def is_compiled(self) -> bool:
+        """Whether watching a forward pass keeps compiled code from running."""
+        return self._hooks.is_compiled
+
+    def arm(
+        self, names: Iterable[str] | None = None, measurements: Mapping[str, float] = MappingProxyType({})
+    ) -> None:
+        """Note forward passes from now on.
+
+        Args:
+            names: of the layers to look at; None: all.
+            measurements: as many as each layer's running average holds; of a layer with none all samples are
+                measured.
+        """
+        self._measurements = measurements
+        wanted = self._layers if names is None else {n: self._layers[n] for n in names if n in self._layers}
+        self._hooks.arm(wanted.values())
 
     def disarm(self) -> None:
         """Note no forward pass any more. What was captured stays."""
@@ -93,6 +129,7 @@ class Capture:
         What was captured of a layer stays where its parameters are still used by the same modules: it is a
         value that can be read as rows of the layer in its new form (without a bias that is frozen now, say).
         """
+        self._finish()
         self._layers = {layer.name: layer for layer in layers}
         batches = {name: own for name, own in self._batches.items() if name in self._layers}
         self._batches = {
@@ -112,6 +149,7 @@ class Capture:
 
     def batches(self) -> dict[str, list[LayerBatch]]:
         """What was captured since the last `clear`, by layer name, one entry per forward pass."""
+        self._finish()
         factor = self._gradient_factor()
         return {
             name: [replace(batch, gradient_factor=factor) for batch in own]
@@ -137,21 +175,27 @@ class Capture:
 
     def clear(self) -> None:
         """Let go of what was captured."""
-        self._batches, self.problems = {}, []
+        self._batches, self._unfinished, self.problems = {}, [], []
         self.passes = self.terms = self.samples = 0
         self._hooks.outputs = None
         self._loss_scale = 1.0
         self._adds_up = True
         self.sampling.keep()
+        self.choosing.keep()
 
     def roll_back(self) -> None:
-        """Let go of what was captured, as if its labels had never been drawn."""
+        """Let go of what was captured, as if nothing had ever been drawn for it."""
         self.sampling.roll_back()
+        self.choosing.roll_back()
         self.clear()
 
     def drop_what_was_zeroed(self) -> None:
         """Roll back passes whose gradients are gone: model.zero_grad() was called and no step was taken."""
-        if not (self._batches or self.problems) or not self._only_training or not self._adds_up:
+        if (
+            not (self._batches or self._unfinished or self.problems)
+            or not self._only_training
+            or not self._adds_up
+        ):
             return
         gradients = (p.grad for layer in self._layers.values() for p in layer.parameters)
         if all(gradient is None or not bool(gradient.any()) for gradient in gradients):
@@ -165,14 +209,21 @@ class Capture:
 
     def pass_arrived(self, arrival: Arrival) -> None:
         """Send the Fisher's vectors down from the outputs and keep what arrives at the layers."""
+        with self._timed():
+            self._adds_up &= arrival.adds_up is not None
+            wide = torch.promote_types(arrival.gradient.dtype, torch.float32)
+            largest, total = float(arrival.outputs.max()), float(arrival.gradient.sum(dtype=wide))
+            if not math.isfinite(total) or not largest < math.inf:  # a class masked by -inf is fine
+                self.problems.append("the model's outputs or their gradients are not finite")
+            else:
+                self._receive(arrival)
+
+    @contextlib.contextmanager
+    def _timed(self) -> Iterator[None]:
+        """Count what is done inside as time spent on measuring."""
         start = time.perf_counter()
-        self._adds_up &= arrival.adds_up is not None
-        outputs, gradient = arrival.outputs, arrival.gradient
-        unusable = outputs.isnan() | (outputs == torch.inf)  # a class masked by -inf is fine
-        if bool(unusable.any()) or not bool(torch.isfinite(gradient).all()):
-            self.problems.append("the model's outputs or their gradients are not finite")
-        else:
-            self._receive(arrival)
+        with Phase("capture"):
+            yield
         self.seconds += time.perf_counter() - start
 
     def _receive(self, arrival: Arrival) -> None:
@@ -198,13 +249,55 @@ class Capture:
         self._warn_of_other_samples(calls, outputs)
         # The last sample, since in a causal model with samples and positions mixed up it reaches most rows.
         probed = int(prediction.counted.any(dim=1).nonzero()[-1])
-        vectors = self._vectors(prediction, gradient, outputs.device)
-        self._send(arrival, vectors, probed if self._samples_are_unclear(calls, outputs) else None)
-        self._keep(
-            calls,
-            SampleAxis(len(outputs), probed, may_be_joined=fisher == "sampled"),
-            PassContext.of(num_terms, prediction.counted, arrival.real),
-        )
+        unclear = self._samples_are_unclear(calls, outputs)
+        axis = SampleAxis(len(outputs), probed, may_be_joined=fisher == "sampled")
+        context = PassContext.of(num_terms, prediction.counted, arrival.real)
+        selection = Selection(self._statistics_samples, prediction.counted, self.choosing)
+        if not unclear:
+            for noted in calls:
+                self._select_early(noted, len(outputs), selection)
+        descent = Descent(arrival.edge, [noted.call for noted in calls])
+        if unclear:
+            self._probe(descent, arrival, probed)
+        passed = _Pass(calls, axis, context, selection)
+        if fisher == "empirical" and arrival.adds_up and descent.will_run():
+            for noted in calls:
+                self._settle(noted)
+            descent.wait(arrival.gradient)
+            self._unfinished.append(passed)
+        else:
+            self._send(descent, calls, self._vectors(prediction, gradient, outputs.device))
+            self._keep(passed)
+
+    def _select_early(self, noted: ModuleCall, samples: int, selection: Selection) -> None:
+        """Keep only the samples of a call that are measured, where samples are its first axis for sure."""
+        watched, call, kind = noted.watched, noted.call, noted.watched.kind
+        if not isinstance(kind, SimpleKind) or versions(call.kept) != call.versions:
+            return
+        if call.kept.keys() != {"input"}:  # of a kind of the user's own, which keeps what we do not know
+            return
+        inputs = call.kept["input"]
+        if len(inputs) != samples or kind.form(watched.module).is_unbatched(inputs):
+            return
+        (layer,) = watched.layers.values()
+        if layer.is_tied:
+            return
+        rows = self._chosen(selection, layer, math.prod(call.shapes[0]), samples)
+        if rows is not None:
+            call.kept = kind.part(watched.module, call.kept, rows, call.dtype)
+            call.rows, call.versions = rows, versions(call.kept)
+
+    def _settle(self, noted: ModuleCall) -> None:
+        """Make what is kept of a call independent of the mode that its module will have at the next step."""
+        watched, call, kind = noted.watched, noted.call, noted.watched.kind
+        if isinstance(kind, SimpleKind) and call.rows is None and versions(call.kept) == call.versions:
+            call.kept = kind.settled(watched.module, call.kept, call.dtype)
+            call.versions = versions(call.kept)
+
+    def _chosen(self, selection: Selection, layer: Layer, outputs: int, samples: int) -> Tensor | None:
+        """The samples to measure for a layer that gave so many outputs for so many samples; None for all."""
+        positions = outputs // (samples * layer.shape.groups * layer.shape.d_out)
+        return selection.of(positions, layer.shape, self._measurements.get(layer.name, 0))
 
     def _num_terms(self, prediction: Prediction) -> int:
         """M, the number of summands that the Fisher is divided by."""
@@ -221,29 +314,47 @@ class Capture:
         else:
             yield gradient
 
-    def _send(self, arrival: Arrival, vectors: Iterable[Tensor], probed: int | None) -> None:
-        """Send vectors down to the calls, and then the probe: the gradient of one sample alone."""
-        calls = [noted.call for noted in arrival.calls]
+    def _send(self, descent: Descent, calls: Sequence[ModuleCall], vectors: Iterable[Tensor]) -> None:
+        """Send vectors down to the calls."""
         batch_dim = self._measurement.batch_dim
         with sending():
             for vector in vectors:
-                arrived = send_down(arrival.edge, vector.movedim(0, batch_dim), calls)
-                for call, own in zip(calls, arrived, strict=True):
+                arrived = descent.send(vector.movedim(0, batch_dim))
+                for noted, own in zip(calls, arrived, strict=True):
                     if any(part is not None for part in own):
-                        call.gradients.append(own)
-            if probed is not None:
-                probe = torch.zeros_like(arrival.gradient)
-                probe.movedim(batch_dim, 0)[probed] = arrival.gradient.movedim(batch_dim, 0)[probed]
-                for call, own in zip(calls, send_down(arrival.edge, probe, calls), strict=True):
-                    call.probe = own
+                        noted.call.gradients.append(own)
+
+    def _probe(self, descent: Descent, arrival: Arrival, probed: int) -> None:
+        """Send the gradient of one sample alone down to the calls."""
+        batch_dim = self._measurement.batch_dim
+        probe = torch.zeros_like(arrival.gradient)
+        probe.movedim(batch_dim, 0)[probed] = arrival.gradient.movedim(batch_dim, 0)[probed]
+        with sending():
+            for noted, own in zip(arrival.calls, descent.send(probe), strict=True):
+                noted.call.probe = own
 
     # -- from calls to batches -------------------------------------------------------------------------
 
-    def _keep(self, calls: Sequence[ModuleCall], axis: SampleAxis, context: PassContext) -> None:
+    def _finish(self) -> None:
+        """Keep what the user's own backward passes have left at the calls."""
+        passes, self._unfinished = self._unfinished, []
+        with self._timed():
+            for passed in passes:
+                for noted in passed.calls:
+                    vectors = noted.call.gradients
+                    noted.call.gradients = [own for own in vectors if any(g is not None for g in own)]
+                try:
+                    self._keep(passed)
+                except Exception:
+                    self.roll_back()
+                    raise
+
+    def _keep(self, passed: _Pass) -> None:
         """Join the applications of each layer's parameters to a batch."""
         by_layer: dict[str, list[Application]] = {}
         layers: dict[str, Layer] = {}
-        for noted in calls:
+        early: dict[str, Tensor] = {}
+        for noted in passed.calls:
             for application in self._applications(noted):
                 layer = noted.watched.layers.get(application.part)
                 if layer is None or not layer.weight.requires_grad:
@@ -251,18 +362,41 @@ class Capture:
                 if not application.gradients or not application.inputs.numel():  # an expert that got no token
                     continue
                 layers[layer.name] = layer
-                by_layer.setdefault(layer.name, []).append(samples_first(application, axis))
+                rows = noted.call.rows
+                if rows is None:
+                    application = samples_first(application, passed.axis)
+                else:
+                    early[layer.name] = rows
+                by_layer.setdefault(layer.name, []).append(application)
         for name, applications in by_layer.items():
-            try:
-                samples, doubt = divided_into(name, applications, axis)
-            except InseparableError as error:
-                self._leave_out([name], str(error))
-                continue
-            if doubt is not None:
-                self._warn_once(doubt)
-            self._probed.add(name)
-            batch = LayerBatch(layers[name], tuple(applications), samples, context)
-            self._batches.setdefault(name, []).append(batch)
+            batch = self._joined(layers[name], applications, early.get(name), passed)
+            if batch is not None:
+                self._probed.add(name)
+                self._batches.setdefault(name, []).append(batch)
+
+    def _joined(
+        self, layer: Layer, applications: list[Application], rows: Tensor | None, passed: _Pass
+    ) -> LayerBatch | None:
+        """The applications of a layer's parameters as a batch of the samples that are measured."""
+        if rows is not None:
+            share = len(rows) / passed.selection.samples
+            context = passed.context.of_part(rows, share, passed.axis.num_samples)
+            return LayerBatch(layer, tuple(applications), len(rows), context)
+        try:
+            samples, doubt = divided_into(layer.name, applications, passed.axis)
+        except InseparableError as error:
+            self._leave_out([layer.name], str(error))
+            return None
+        if doubt is not None:
+            self._warn_once(doubt)
+        batch = LayerBatch(layer, tuple(applications), samples, passed.context)
+        if samples != passed.axis.num_samples:
+            return batch
+        if layer.is_tied:
+            return batch
+        outputs = sum(application.gradients[0].numel() for application in applications)
+        rows = self._chosen(passed.selection, layer, outputs, samples)
+        return batch if rows is None else batch.of_part(rows, len(rows) / passed.selection.samples)
 
     def _applications(self, noted: ModuleCall) -> list[Application]:
         """What a call did with the module's parameters; none, and a word in the log, if that cannot be told."""

@@ -20,7 +20,13 @@ from typing import Any
 
 from torch import nn
 
-from tekfac.common.torch_internals import COMPILER, StanceChange, change_stance, without_compiler
+from tekfac.common.torch_internals import (
+    COMPILER,
+    StanceChange,
+    change_stance,
+    is_compiled_in_place,
+    without_compiler,
+)
 
 _lock = threading.RLock()
 _holders = 0
@@ -106,6 +112,12 @@ class EagerForward:
         if self._while_armed is not None:
             self._while_armed.remove()
             self._while_armed = None
+
+    def is_compiled(self, model: nn.Module) -> bool:
+        """Whether the model, one of its modules or what it was last called by is compiled."""
+        if without_compiler(model) is not model or self._may_be_inside_compiled_code:
+            return True
+        return any(is_compiled_in_place(module) for module in model.modules())
 
     def end_forward(self) -> None:
         """The model's forward pass has ended, or failed."""

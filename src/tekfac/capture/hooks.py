@@ -1,4 +1,4 @@
-"""Hooks on a model: the only file that registers any.
+"""Hooks on a model: the only file that registers any but on nodes of the graph (autograd.py does).
 
 During a forward pass of the model every call of a layer's module is noted: its input and the graph edges of its
 outputs. When the user's backward pass reaches the model's outputs, while the graph below them is still whole,
@@ -19,9 +19,9 @@ import sys
 import weakref
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from operator import is_
 from typing import Any, Protocol
 
-import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils.hooks import RemovableHandle
@@ -46,6 +46,8 @@ from tekfac.capture.module_calls import (
 )
 from tekfac.capture.outputs import find_outputs
 from tekfac.capture.padding import real_positions
+from tekfac.common.phases import Phase
+from tekfac.common.precision import without_autocast
 from tekfac.common.torch_internals import never_compiled, running_node
 from tekfac.layers.kinds.base import Call
 from tekfac.layers.kinds.replay import random_state
@@ -125,6 +127,7 @@ class ModelHooks:
         self._without_gradient: set[nn.Module] = set()
         self._window: Window | None = None
         self._depth = 0
+        self._armed_for: tuple[Layer, ...] = ()
         self._handles: list[RemovableHandle] = []
         weakref.finalize(self, _remove, self._handles, self._eager)
 
@@ -133,15 +136,24 @@ class ModelHooks:
         """Whether forward passes are noted. Hooks are on the model only as long."""
         return bool(self._handles)
 
+    @property
+    def is_compiled(self) -> bool:
+        """Whether the model, one of its modules or what it was last called by is compiled."""
+        model = self._model()
+        return model is not None and self._eager.is_compiled(model)
+
     def arm(self, layers: Iterable[Layer]) -> None:
-        """Note the calls of the layers' modules from the next forward pass on, unless they are already."""
+        """Note the calls of these layers' modules, and of no others, from the next forward pass on."""
         model = self._model()
         if model is None:
             return
         self.progress = NOT_CALLED
         self._eager.arm(model)
-        if self.armed:
+        layers = tuple(layers)
+        if self.armed and len(layers) == len(self._armed_for) and all(map(is_, layers, self._armed_for)):
             return
+        self._armed_for = layers
+        _remove_all(self._handles)
         for watched in watched_modules(layers):
             module = watched.module
             note = _Hook(self._note_call, watched)
@@ -210,6 +222,7 @@ class ModelHooks:
             kept,
             next(iter(watched.layers.values())).dtype,
             outputs=[o.detach().clone() for o in outputs] if watched.kind.repeats(module) else (),
+            shapes=[output.shape for output in outputs],
             random_state=state,
             versions=versions(kept),
             edges=[get_gradient_edge(output) if output.requires_grad else None for output in outputs],
@@ -276,7 +289,7 @@ class ModelHooks:
         self.progress = RECEIVED
         calls, window.calls, window.used = window.calls, [], True
         edge = GradientEdge(running_node(), output_nr)
-        with torch.autocast(gradient.device.type, enabled=False):  # backward() may be called inside of one
+        with without_autocast(gradient.device):  # backward() may be called inside of one
             listener.pass_arrived(
                 Arrival(edge, outputs.to(gradient.dtype), gradient, calls, window.real, adds_up)
             )
@@ -293,7 +306,8 @@ class _Hook:
     def __call__(self, *arguments: Any) -> None:
         method = self._method()
         if method is not None and method.__self__.armed:  # type: ignore[attr-defined]
-            method(*self._arguments, *arguments)
+            with Phase("capture"):
+                method(*self._arguments, *arguments)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., None]:
         return _inert
@@ -311,6 +325,10 @@ def _make_inert() -> Callable[..., None]:
 
 
 def _remove(handles: list[RemovableHandle], eager: EagerForward, *, was_called: bool = True) -> None:
+    _remove_all(handles)
+    eager.disarm(was_called=was_called)
+
+
+def _remove_all(handles: list[RemovableHandle]) -> None:
     while handles:
         handles.pop().remove()
-    eager.disarm(was_called=was_called)

@@ -12,9 +12,10 @@ from torch import Tensor
 class Sampling:
     """A random generator on whatever device the outputs are; the global random state is never touched."""
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, device: torch.device | None = None) -> None:
+        """A generator that has drawn nothing yet; where no device is given, that of the first draw is it."""
         self._seed = seed
-        self._generator: torch.Generator | None = None
+        self._generator = None if device is None else torch.Generator(device=device).manual_seed(seed)
         self._before: Tensor | None = None
 
     def generator_on(self, device: torch.device) -> torch.Generator:
