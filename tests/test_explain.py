@@ -89,17 +89,17 @@ def test_layers_are_those_of_the_optimizer(method: type[NaturalGradient]) -> Non
     ids=["default", "blocks", "diagonal", "float64"],
 )
 def test_memory_is_what_the_curvature_takes(method: type[NaturalGradient], settings: dict[str, Any]) -> None:
-    """To the byte: moments, eigenbasis, re-scaling and its damped form, after a step."""
+    """To the byte: moments, eigenbasis and re-scaling, after a step."""
     model = everything()
     optimizer = method(model, damping=0.1, **settings)
     tokens = torch.randint(11, (4, 7))
     cross_entropy(model(tokens).mT, tokens).backward()
     optimizer.step()
     expected = {layer.name: layer.memory for layer in told(model, method=method.__name__, **settings).layers}
-    blocks, damped = optimizer._network.blocks, optimizer._network._denominators
+    blocks = optimizer._network.blocks
     assert blocks.keys() == expected.keys()
     for name, block in blocks.items():
-        held = [*block.moments.values, *block.basis, damped[name]]
+        held = [*block.moments.values, *block.basis]
         held += [] if block.theta is None else list(block.theta.values)
         assert sum(tensor.numel() * tensor.element_size() for tensor in held) == expected[name], name
 

@@ -254,3 +254,18 @@ def test_classes_that_are_masked_with_minus_infinity_do_not_stop_the_training() 
         assert optimizer.skipped_steps == 0
         assert optimizer.num_steps == 3
         assert finite(everything(model, optimizer))
+
+
+def test_a_direction_that_leaves_the_range_of_half_precision_is_not_taken() -> None:
+    """Curvature is computed in float32, where the direction is finite."""
+    torch.manual_seed(0)
+    model = nn.Linear(4, 3).half()
+    optimizer = EKFAC(model, lr=1e-3, damping=1e-2)
+    x = torch.randn(6, 4)
+    x[:, 0] = 0
+    F.cross_entropy(model(x.half()).float(), torch.arange(6) % 3).backward()
+    before = model.weight.detach().clone()
+    model.weight.grad[:, 0] = 1000.0  # type: ignore[index]
+    optimizer.step()
+    assert optimizer.skipped_steps == 1
+    assert torch.equal(model.weight, before)

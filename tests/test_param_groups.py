@@ -283,3 +283,16 @@ def test_a_group_that_is_added_may_hold_what_the_first_ones_may(given: str) -> N
     expected = [new.weight] if given == "one parameter" else list(new.parameters())
     assert all(p is q for p, q in zip(optimizer.param_groups[-1]["params"], expected, strict=True))
     assert optimizer.param_groups[-1]["param_names"] == ["5.weight", "5.bias"][: len(expected)]
+
+
+def test_parameters_that_change_places_between_groups_have_the_damping_of_the_new_one() -> None:
+    model = mlp()
+    groups = [{"params": model[0], "damping": 1.0}, {"params": model[2], "damping": 1e-3}]
+    optimizer = TEKFAC(model, param_groups=groups)
+    train(model, optimizer, vectors(1))
+    before = {name: own.damping for name, own in optimizer.signals().items()}
+    first, second = optimizer.param_groups
+    first["params"], second["params"] = second["params"], first["params"]
+    after = {name: own.damping for name, own in optimizer.signals().items()}
+    assert after["0"] == pytest.approx(before["2"], rel=1e-6)
+    assert after["2"] == pytest.approx(before["0"], rel=1e-6)

@@ -16,10 +16,8 @@ from tekfac.layers.layer import Layer
 from tekfac.layers.names import named_parameters
 from tekfac.layers.registry import kind_of
 from tekfac.optim.param_groups import left_to_first_order, resolved_groups
+from tekfac.optim.schedule import FLOPS_OF_EIGENDECOMPOSITION
 from tekfac.optim.settings import resolve
-
-FLOPS_OF_EIGENDECOMPOSITION = 9
-"""Times d^3: what eigenvalues and eigenvectors of a d x d matrix take, roughly."""
 
 HEADER = ("layer", "module", "block", "inputs", "outputs", "parameters", "memory", "refresh")
 
@@ -206,12 +204,12 @@ def _treatment(layer: Layer) -> str:
 
 
 def _memory(layer: Layer, block_in: int, block_out: int, measured: bool) -> int:
-    """Bytes of moments, eigenbasis, re-scaling and damped re-scaling."""
+    """Bytes of moments, eigenbasis and re-scaling."""
     shape = layer.shape
     matrices = 2 * (shape.d_in * block_in + shape.d_out * block_out)  # moments, eigenvectors
     vectors = shape.d_in + shape.d_out + 2  # eigenvalues, two scales
-    diagonals = shape.d_in * shape.d_out * (2 if measured else 1)
-    return shape.groups * (matrices + vectors + diagonals) * layer.dtype.itemsize
+    diagonal = shape.d_in * shape.d_out if measured else 0
+    return shape.groups * (matrices + vectors + diagonal) * layer.dtype.itemsize
 
 
 def _eigen_flops(dim: int, block_size: int) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, ClassVar, Literal, Never, Self, overload
@@ -14,20 +15,24 @@ from tekfac.capture.capture import Capture
 from tekfac.capture.measurement import FisherKind, LossReduction
 from tekfac.capture.outputs import OutputSelector
 from tekfac.capture.padding import PaddingMask
-from tekfac.common.torch_internals import largest_entries
+from tekfac.capture.selection import StatisticsSamples
+from tekfac.common.phases import Phase
+from tekfac.common.precision import without_autocast
 from tekfac.curvature.blocks.block_diagonal import BlockDiagonal
 from tekfac.curvature.blocks.kronecker import KroneckerBlock
 from tekfac.curvature.layer_curvature import Due, LayerCurvature, NonFiniteStatisticsError, Recipe
 from tekfac.curvature.network import LayerSignals, NetworkCurvature
 from tekfac.damping import BetaReading, DampingRule, as_rule
 from tekfac.layers.layer import Layer
-from tekfac.layers.side_forms import LargeDims
+from tekfac.layers.side_forms import QUICK_MAX_DIM, LargeDims
 from tekfac.likelihoods import Likelihood, SampledLoss
 from tekfac.methods import Method, paper_settings
 from tekfac.optim import messages
 from tekfac.optim.model_layers import ModelLayers
 from tekfac.optim.param_groups import Selected, named, selected_parameters
-from tekfac.optim.settings import NAMES, Averaging, check_group, resolve
+from tekfac.optim.schedule import WORTH_TURNS, Intervals, Schedule, cost_of_refresh
+from tekfac.optim.settings import AUTO, DEFAULT_BASIS_TOLERANCE, NAMES, Averaging, check_group, resolve
+from tekfac.optim.skipping import Skipping, all_finite, in_words
 from tekfac.optim.state import SavedState, to_torch
 from tekfac.optim.update import apply_update, kl_coefficient
 
@@ -40,8 +45,6 @@ class NaturalGradient(Optimizer):
 
     Attributes:
         method: the row of the table in methods.py.
-        num_steps: steps taken (k in Algorithm 1); skipped ones do not count.
-        skipped_steps: steps that were not taken because of non-finite numbers.
     """
 
     method: ClassVar[Method]
@@ -66,14 +69,17 @@ class NaturalGradient(Optimizer):
         rescaling_decay: float | None = None,
         sharing: Literal["auto", "exact", "expand", "reduce"] = "auto",
         averaging: Averaging | None = None,
+        turns: bool | Literal["auto"] = "auto",
+        basis_tolerance: float = DEFAULT_BASIS_TOLERANCE,
         # its measurement
         fisher: FisherKind = "sampled",
+        statistics_samples: StatisticsSamples = "auto",
         likelihood: str | Likelihood | SampledLoss = "categorical",
         loss_reduction: LossReduction = "mean",
         batch_dim: int = 0,
         outputs: OutputSelector | None = None,
         padding_mask: PaddingMask | None = None,
-        max_dim: int = 5000,
+        max_dim: int = QUICK_MAX_DIM,
         large_dims: LargeDims = "auto",
         curvature_dtype: torch.dtype | None = None,
         memory_budget: int = 256 * 2**20,
@@ -109,7 +115,14 @@ class NaturalGradient(Optimizer):
                 "exact" where there is one, else "expand".
             averaging: of raw "moments", or of the normalised "factors"; None: "moments". KFAC and EKFAC have
                 none.
+            turns: whether layers are refreshed one after the other, a part of them at every step, so that no
+                step takes much longer than another; "auto": where that costs nothing more (the empirical
+                Fisher, on the CPU, of a model that is neither compiled nor tiny).
+            basis_tolerance: how much of a factor may lie outside of the diagonal, as a share of its norm,
+                before the eigenbasis is computed anew; 0: it is at every refresh.
             fisher: "sampled" labels (from the model's own prediction), "empirical" or "exact".
+            statistics_samples: of each batch, drawn at random, that curvature is measured on; None: all;
+                "auto": all where a layer uses its weights once per sample, else as many as ranks ask for.
             likelihood: "categorical", "bernoulli", "gaussian", a tekfac.likelihoods.Likelihood, or a callable
                 (outputs, generator) -> losses of drawn labels.
             loss_reduction: how the loss adds up its terms: "mean", "batchmean" or "sum".
@@ -118,7 +131,7 @@ class NaturalGradient(Optimizer):
             padding_mask: the argument of the model, or a function of its arguments, that tells which positions
                 are real; None: attention_mask and key padding masks are found.
             max_dim: inputs or outputs of a layer beyond which that side of its block takes a cheaper form.
-            large_dims: which: "blocks", "diagonal", or "auto" for up to four blocks, then the diagonal.
+            large_dims: which: "blocks", "diagonal", or "auto" for blocks up to 20,000 dimensions.
             curvature_dtype: torch.float32 or torch.float64; None: float32, or float64 for float64 parameters.
             memory_budget: bytes of working memory for the rows of one layer.
             seed: of the generator that draws labels; None: torch.initial_seed().
@@ -151,17 +164,25 @@ class NaturalGradient(Optimizer):
             rescaling_decay=settings.rescaling_decay,
             averaging=settings.averaging,
             memory_budget=settings.memory_budget,
+            basis_tolerance=settings.basis_tolerance,
         )
         self._model_layers = ModelLayers(name, model, settings)
         self._network = NetworkCurvature(self._layers, recipe)
+        self._by_turns = None if settings.turns == AUTO else bool(settings.turns)
+        self._schedule = self._new_schedule()
         self._capture = Capture(
-            model, self._model_layers.watched.values(), settings, grad_scaler=settings.grad_scaler
+            model,
+            self._model_layers.watched.values(),
+            settings,
+            grad_scaler=settings.grad_scaler,
+            statistics_samples=settings.statistics_samples,
         )
         self._reported: set[str] = set()
         self._attempts: dict[str, int] = {}
-        self.num_steps = 0
-        self.skipped_steps = 0
-        self._skipped_in_a_row = 0
+        self._num_steps = self._skipped_steps = self._skipped_in_a_row = 0
+        self._skipping = Skipping(next(iter(self._names)).device)
+        self._rules: Mapping[str, DampingRule] = {}
+        self._rules_of: list[Any] = []
         self._refresh_seconds = 0.0
         self._is_made = False  # torch adds the first groups by the method that users add others with
         first_order_lr = lr if settings.first_order_lr is None else settings.first_order_lr
@@ -224,6 +245,7 @@ class NaturalGradient(Optimizer):
         if kept is None:
             return
         self._network.layers = self._layers
+        self._schedule = self._new_schedule()
         self._network.blocks = {n: block for n, block in self._network.blocks.items() if n in kept}
         self._require_whole_layers()
         self._network.check_rules(self._damping_rules())
@@ -243,12 +265,17 @@ class NaturalGradient(Optimizer):
                     f"param groups have different damping: {dampings}. Give both the same."
                 )
 
-    def _damping_rules(self) -> dict[str, DampingRule]:
-        groups = self._group_of()
-        return {
-            name: as_rule(groups[layer.weight]["damping"], self._own_damping)
-            for name, layer in self._layers.items()
-        }
+    def _damping_rules(self) -> Mapping[str, DampingRule]:
+        """Of every layer; the same object as long as groups and layers are the same."""
+        given = [(group["damping"], list(map(id, group["params"]))) for group in self.param_groups]
+        if given != self._rules_of or self._rules.keys() != self._layers.keys():
+            groups = self._group_of()
+            self._rules = {
+                name: as_rule(groups[layer.weight]["damping"], self._own_damping)
+                for name, layer in self._layers.items()
+            }
+            self._rules_of = given
+        return self._rules
 
     def _group_of(self) -> dict[Tensor, dict[str, Any]]:
         return {p: group for group in self.param_groups for p in group["params"]}
@@ -275,7 +302,7 @@ class NaturalGradient(Optimizer):
             with torch.enable_grad():
                 loss = closure()
         self._look_again_if_frozen_or_unfrozen()
-        with torch.autocast(next(iter(self._names)).device.type, enabled=False):
+        with without_autocast(next(iter(self._names)).device):
             problem = self._try_step(loss)
         if problem is not None:
             self._skip(problem)
@@ -288,31 +315,36 @@ class NaturalGradient(Optimizer):
         if self._capture.problems:
             return "; ".join(self._capture.problems)
         # Factors, eigenbasis, re-scaling: new values, which replace the old ones only if all are finite.
-        due, batches, before = self._due(), self._capture.batches(), self._network.blocks
-        start = time.perf_counter()
-        try:
-            blocks = self._network.refreshed(batches, due)
-        except NonFiniteStatisticsError as error:
-            return str(error)
-        finally:
-            self._refresh_seconds += time.perf_counter() - start
-        if due.basis or batches:
-            self._network.blocks = blocks
+        batches, before = self._capture.batches(), self._network.blocks
+        measures = bool(batches or self._due())
+        if measures:
+            self._settle()
+            due = self._due()
+            start = time.perf_counter()
+            try:
+                self._network.blocks = self._network.refreshed(batches, due)
+            except NonFiniteStatisticsError as error:
+                return str(error)
+            finally:
+                self._refresh_seconds += time.perf_counter() - start
         # Precondition.
         try:
-            directions = self._directions()
+            with Phase("precondition"):
+                directions, wholes = self._directions()
+                finite = all_finite(wholes)
         except Exception:
             self._network.blocks = before
             raise
-        problem = self._non_finite(directions)
-        if problem is not None:
+        waits = measures or not self._skipping.deferred
+        if waits and finite is not None and not bool(finite):
             self._network.blocks = before
-            return problem
+            return in_words(directions, self._names)
         # Update.
         self._capture.clear()
-        self._update(directions)
+        with Phase("update"):
+            self._update(directions, None if waits else finite)
         self._note_unseen()
-        self.num_steps += 1
+        self._num_steps += 1
         self._skipped_in_a_row = 0
         self._arm()
         return None
@@ -327,47 +359,86 @@ class NaturalGradient(Optimizer):
 
         A layer that was not seen in a few watched steps waits for the next step that measures anyway.
         """
+        if self._by_turns is None and self._num_steps:
+            self._decide_on_turns()
         waiting = any(attempts < MAX_ATTEMPTS for attempts in self._attempts.values())
-        if self._due().anything or waiting or not self._network.blocks:
+        if waiting or not self._network.blocks:
             self._model_layers.report_strangers(self.param_groups)
-            self._capture.arm()
-        else:
+            self._capture.arm(measurements=self._measurements())
+            return
+        measured = [name for name, due in self._due().items() if due.anything]
+        if not measured:
             self._capture.disarm()
+            return
+        if self._schedule.turns[0][0] in measured:  # once in a round
+            self._model_layers.report_strangers(self.param_groups)
+        dormant = (name for name in self._model_layers.watched if name not in self._layers)
+        self._capture.arm([*measured, *dormant], self._measurements())
 
-    def _due(self) -> Due:
-        """What Algorithm 1 refreshes at the present step."""
-        settings, k = self._settings, self.num_steps
-        return Due(
-            factors=k % settings.factors_every == 0,
-            basis=k % settings.basis_every == 0,
-            rescaling=self.method.rescaling.measured and k % settings.rescaling_every == 0,
-        )
+    def _measurements(self) -> dict[str, float]:
+        """As many as the running averages of each layer hold, as far as noise is concerned."""
+        of_factors, of_theta = self._settings.factor_decay, self._settings.rescaling_decay
+        return {
+            name: min(
+                block.moments.measurements(of_factors),
+                math.inf if block.theta is None else block.theta.measurements(of_theta),
+            )
+            for name, block in self._network.blocks.items()
+        }
 
-    def _directions(self) -> dict[Tensor, Tensor]:
-        """What each parameter with a gradient moves along: the natural gradient, clipped, or the raw one."""
-        groups = self._group_of()
+    def _due(self) -> dict[str, Due]:
+        """What Algorithm 1 refreshes at the present step, by layer."""
+        return self._schedule.due(self._num_steps)
+
+    def _new_schedule(self) -> Schedule:
+        settings = self._settings
+        rescaling = settings.rescaling_every if self.method.rescaling.measured else None
+        intervals = Intervals(settings.factors_every, settings.basis_every, rescaling)
+        return Schedule(intervals, self._layers, by_turns=self._by_turns or False)
+
+    def _decide_on_turns(self) -> None:
+        """Let layers take turns where that is for nothing; known when the first step is taken."""
+        on_cpu = next(iter(self._names)).device.type == "cpu"
+        is_free = self._settings.fisher == "empirical" and on_cpu and not self._capture.is_compiled
+        self._by_turns = is_free and sum(map(cost_of_refresh, self._layers.values())) > WORTH_TURNS
+        self._schedule = self._new_schedule()
+
+    def _directions(self) -> tuple[dict[Tensor, Tensor], list[Tensor]]:
+        """What each parameter with a gradient moves along: the natural gradient, clipped, or the raw one.
+
+        Returns:
+            The directions, and tensors that are finite if and only if all of them are.
+        """
         raw = {
             p: p.grad.to_dense() if p.grad.is_sparse else p.grad
-            for p in groups
+            for group in self.param_groups
+            for p in group["params"]
             if p.grad is not None and p.requires_grad
         }
-        natural = self._network.natural_gradients(raw, self._damping_rules())
+        natural, wholes = self._network.natural_gradients(raw, self._damping_rules())
+        wholes += [gradient for parameter, gradient in raw.items() if parameter not in natural]
         clip = self._settings.kl_clip
         if clip is not None and natural:
+            groups = self._group_of()
             coefficient = kl_coefficient(
                 ((groups[p]["lr"], raw[p], direction) for p, direction in natural.items()), clip
             )
             natural = {p: direction * coefficient.to(direction.dtype) for p, direction in natural.items()}
+            wholes.append(coefficient)
         unseen = {p: raw[p] * self._first_order_ratio for p in self._unseen_parameters() if p in raw}
-        return {**raw, **unseen, **natural}
+        return {**raw, **unseen, **natural}, [*wholes, *unseen.values()]
 
     def _unseen_parameters(self) -> list[Tensor]:
         """Parameters of layers without statistics; their raw gradient is meant for `first_order_lr`."""
+        if len(self._network.blocks) == len(self._layers):
+            return []
         unseen = (layer for name, layer in self._layers.items() if name not in self._network.blocks)
         return [parameter for layer in unseen for parameter in layer.parameters]
 
-    def _update(self, directions: Mapping[Tensor, Tensor]) -> None:
-        """Move the parameters."""
+    def _update(self, directions: Mapping[Tensor, Tensor], finite: Tensor | None) -> None:
+        """Move the parameters; not at all where `finite`, on the device, is False."""
+        if finite is not None:
+            self._skipping.note(finite)
         for group in self.param_groups:
             trained = [p for p in group["params"] if p in directions]
             for parameter in trained:
@@ -379,6 +450,7 @@ class NaturalGradient(Optimizer):
                 lr=group["lr"],
                 momentum=group["momentum"],
                 weight_decay=group["weight_decay"],
+                finite=finite,
             )
 
     def _velocity(self, parameter: Tensor) -> Tensor:
@@ -389,33 +461,47 @@ class NaturalGradient(Optimizer):
 
     # -- what can go wrong in a step -------------------------------------------------------------------
 
-    def _non_finite(self, directions: Mapping[Tensor, Tensor]) -> str | None:
-        """Which parameters would move along something that is not finite, in words."""
-        directions = {p: direction for p, direction in directions.items() if direction.numel()}
-        if not directions:
-            return None
-        finite = torch.stack([torch.isfinite(norm) for norm in largest_entries(list(directions.values()))])
-        if bool(finite.all()):
-            return None
-        bad = [
-            self._names.get(p, "a parameter") for p, good in zip(directions, finite, strict=True) if not good
-        ]
-        more = f" and {len(bad) - 3} more" if len(bad) > 3 else ""
-        return f"the gradient of {', '.join(bad[:3])}{more} is not finite"
+    @property
+    def num_steps(self) -> int:
+        """Steps taken (k in Algorithm 1); skipped ones do not count. Not on the CPU, waits for the device."""
+        self._settle()
+        return self._num_steps
+
+    @property
+    def skipped_steps(self) -> int:
+        """Steps that were not taken because of non-finite numbers. Not on the CPU, waits for the device."""
+        self._settle()
+        return self._skipped_steps
+
+    def _settle(self) -> None:
+        """Take back the counting of steps that, as the device knows, were not taken."""
+        missed = self._skipping.read()
+        if not missed:
+            return
+        for state in self.state.values():
+            state["step"] = max(0, state["step"] - missed)
+        self._num_steps -= missed
+        self._skipped_steps += missed - 1
+        self._tell_of_skipped(f"the gradients of {missed} steps since the last look were not finite")
 
     def _skip(self, problem: str) -> None:
         """Leave everything as it was before this step's forward pass."""
         self._capture.roll_back()
-        self.skipped_steps += 1
+        self._tell_of_skipped(problem)
+
+    def _tell_of_skipped(self, problem: str) -> None:
+        self._skipped_steps += 1
         self._skipped_in_a_row += 1
         parameters = (p for group in self.param_groups for p in group["params"])
         diverged = not all(bool(torch.isfinite(p).all()) for p in parameters)
         messages.skipped_step(
-            type(self).__name__, self.num_steps, self.skipped_steps, self._skipped_in_a_row, problem, diverged
+            type(self).__name__, self._num_steps, self._skipped_steps, self._skipped_in_a_row, problem, diverged
         )
 
     def _note_unseen(self) -> None:
         """Keep count of layers that have a gradient but no statistics, and say so once of each."""
+        if not self._attempts and len(self._network.blocks) == len(self._layers):
+            return
         watched = self._capture.armed
         unseen = []
         for name, layer in self._layers.items():
@@ -445,7 +531,7 @@ class NaturalGradient(Optimizer):
     @property
     def steps_since_refresh(self) -> int:
         """Steps taken since a refresh of the eigenbasis was last due (its staleness)."""
-        return (self.num_steps - 1) % self._settings.basis_every if self.num_steps else 0
+        return (self._num_steps - 1) % self._settings.basis_every if self._num_steps else 0
 
     @property
     def curvature_seconds(self) -> float:
@@ -473,8 +559,10 @@ class NaturalGradient(Optimizer):
             "num_steps": self.num_steps,
             "skipped_steps": self.skipped_steps,
             "attempts": dict(self._attempts),
+            "turns": self._by_turns,
             "recipe": self._recipe_in_words(),
             "sampling": self._capture.sampling.state(),
+            "choosing": self._capture.choosing.state(),
         }
         return to_torch(super().state_dict(), self.param_groups, self._layers, self._network.blocks, whole)
 
@@ -491,11 +579,16 @@ class NaturalGradient(Optimizer):
         saved.require_architecture()
         blocks: dict[str, LayerCurvature] = saved.blocks()
         self._capture.sampling.load(saved.whole["sampling"])  # which fails if its device is not here
+        self._capture.choosing.load(saved.whole["choosing"])
         super().load_state_dict(saved.for_torch())
         self._network.blocks = blocks
-        self.num_steps = saved.whole["num_steps"]
-        self.skipped_steps = saved.whole["skipped_steps"]
+        self._skipping.read()
+        self._num_steps = saved.whole["num_steps"]
+        self._skipped_steps = saved.whole["skipped_steps"]
         self._attempts = dict(saved.whole["attempts"])
+        if self._settings.turns == AUTO:
+            self._by_turns = saved.whole["turns"]
+            self._schedule = self._new_schedule()
         self._capture.clear()
         self._arm()
 

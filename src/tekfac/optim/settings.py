@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from tekfac.capture.measurement import Measurement
+from tekfac.capture.selection import StatisticsSamples
 from tekfac.common.checks import require_choice, require_keywords, require_whole
 from tekfac.damping import (
     BETA_READINGS,
@@ -25,6 +26,7 @@ from tekfac.damping import (
     TraceBased,
     as_rule,
 )
+from tekfac.layers.side_forms import QUICK_MAX_DIM
 from tekfac.methods import Method, default_settings, refused_settings
 from tekfac.optim.param_groups import Selected
 
@@ -33,6 +35,9 @@ AVERAGINGS: tuple[Averaging, ...] = ("moments", "factors")
 
 AUTO = "auto"
 """Of damping and sharing: what the method has by default."""
+
+DEFAULT_BASIS_TOLERANCE = 0.0
+"""Bases are computed anew at every refresh: together with few samples a tolerance has cost accuracy."""
 
 OF_SOME_METHODS = ("rescaling_decay", "rescaling_every", "averaging", "trace_floor", "beta")
 """Settings that the other methods refuse; None stands for the default."""
@@ -45,6 +50,7 @@ OF_OWN_DAMPING = {"trace_floor", "beta"}
 class Settings(Measurement):
     """Settings of a whole optimizer; a param group has lr, momentum, weight_decay, damping, first_order."""
 
+    max_dim: int = QUICK_MAX_DIM
     damping: float | DampingRule | None = None
     trace_floor: float = DEFAULT_TRACE_FLOOR
     beta: BetaReading = "add"
@@ -60,6 +66,9 @@ class Settings(Measurement):
     first_order_lr: float | None = None
     param_groups: Iterable[Mapping[str, Any]] = ()
     grad_scaler: torch.amp.GradScaler | None = None
+    statistics_samples: StatisticsSamples = "auto"
+    turns: bool | Literal["auto"] = "auto"
+    basis_tolerance: float = DEFAULT_BASIS_TOLERANCE
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -75,6 +84,17 @@ class Settings(Measurement):
             _require_positive("kl_clip", self.kl_clip, "a positive number, or None for no clipping")
         if self.first_order_lr is not None:
             _require_positive("first_order_lr", self.first_order_lr, "a positive number")
+        if self.turns != AUTO and not isinstance(self.turns, bool):
+            raise ValueError(f"Invalid turns: {self.turns!r}. Expected True, False or 'auto'.")
+        tolerance = self.basis_tolerance
+        if not _is_number(tolerance) or not 0 <= tolerance < 1:
+            raise ValueError(
+                f"Invalid basis_tolerance: {tolerance!r}. Expected a number in [0, 1): the share of a factor "
+                "that may lie outside of the diagonal before its basis is renewed; 0 renews it every time."
+            )
+        samples = self.statistics_samples
+        if samples is not None and samples != "auto":
+            require_whole("statistics_samples", samples, "of samples, at least 1; None for all, or 'auto'")
         if self.grad_scaler is not None and not hasattr(self.grad_scaler, "get_scale"):
             raise ValueError(
                 f"Invalid grad_scaler: {self.grad_scaler!r}. Expected a torch.amp.GradScaler, or None."

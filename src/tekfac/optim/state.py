@@ -27,7 +27,7 @@ from tekfac.curvature.layer_curvature import LayerCurvature
 from tekfac.damping import from_plain, to_plain
 from tekfac.layers.layer import Layer
 
-FORMAT = 1
+FORMAT = 2
 """Raised when a state of the version before can no longer be read."""
 
 KEY = "tekfac"

@@ -34,14 +34,25 @@ def apply_update(
     lr: float,
     momentum: float,
     weight_decay: float,
+    finite: Tensor | None = None,
 ) -> None:
     """v <- momentum v + direction;  w <- (1 - lr weight_decay) w - lr v, in place.
 
     The learning rate stays outside the velocity: a change of it acts at once and does not re-scale
     what was gathered. `velocities` may hold fresh zeros; without momentum it is not used.
+
+    Args:
+        parameters: w.
+        directions: one for each.
+        velocities: v, one for each.
+        lr: the learning rate.
+        momentum: weight of the past in the velocity.
+        weight_decay: decoupled.
+        finite: a boolean on the device; where it is False everything stays as it is. None: True.
     """
     if not parameters:
         return
+    before = None if finite is None else [tensor.clone() for tensor in (*parameters, *velocities)]
     steps = directions
     if momentum:
         steps = velocities
@@ -50,3 +61,6 @@ def apply_update(
     if weight_decay:
         multiply_each(parameters, 1 - lr * weight_decay)
     add_to_each(parameters, steps, -lr)
+    if finite is not None and before is not None:
+        for tensor, old in zip((*parameters, *velocities), before, strict=True):
+            tensor.copy_(torch.where(finite, tensor, old))

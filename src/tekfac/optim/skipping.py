@@ -1,0 +1,62 @@
+"""Steps that are not taken because something is not finite: noticed at once, or on the device and read later.
+
+On the CPU, and on steps that measure, the host looks at the numbers anyway. On other devices a plain step must
+not wait for them: there everything is put back as it was where a number is not finite, by the device itself (as
+with the loss scaler's `found_inf`), and counted; the count is read on the next step that measures, or when
+somebody asks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+
+class Skipping:
+    """Looks whether directions are finite, and counts on the device what was not.
+
+    Attributes:
+        deferred: whether plain steps leave the answer on the device.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.deferred = device.type != "cpu"
+        self._missed: Tensor | None = None
+
+    def note(self, finite: Tensor) -> None:
+        """Count a step whose answer stays on the device."""
+        missed = (~finite).to(torch.int32)
+        self._missed = missed if self._missed is None else self._missed + missed
+
+    def read(self) -> int:
+        """How many steps were not taken since the last reading; waits for the device."""
+        if self._missed is None:
+            return 0
+        missed, self._missed = int(self._missed), None
+        return missed
+
+
+def all_finite(tensors: Sequence[Tensor]) -> Tensor | None:
+    """Whether all entries of all tensors are finite, as a scalar on their device; None where there is nothing.
+
+    A sum is finite only if all its terms are. That it overflows although they are takes entries near the end
+    of the range, along which nobody should move either.
+    """
+    nonempty = [tensor for tensor in tensors if tensor.numel()]
+    if not nonempty:
+        return None
+    sums = [tensor.sum(dtype=torch.promote_types(tensor.dtype, torch.float32)) for tensor in nonempty]
+    return torch.isfinite(torch.stack(sums).sum())
+
+
+def in_words(directions: Mapping[Tensor, Tensor], names: Mapping[Tensor, str]) -> str:
+    """Which parameters would move along something that is not finite."""
+    bad = [
+        names.get(parameter, "a parameter")
+        for parameter, direction in directions.items()
+        if not bool(torch.isfinite(direction).all())
+    ]
+    more = f" and {len(bad) - 3} more" if len(bad) > 3 else ""
+    return f"the gradient of {', '.join(bad[:3])}{more} is not finite" if bad else "the gradient is too large"
