@@ -13,7 +13,7 @@ TESTED := OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE=
 PYTEST := python -m pytest -n 2 --dist worksteal -rs --durations=10
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow test-oldest test-browser lint format docs referees clean
+.PHONY: help demo bench test test-slow test-oldest test-browser lint format docs referees clean
 
 help:  ## This list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -21,6 +21,9 @@ help:  ## This list
 demo: $(VENV)/ready  ## Train on digits with six optimizers, three seeds; the report is build/demo/report.html
 	rm -rf build/demo
 	$(BIN)/tekfac compare --out build/demo
+
+bench: $(VENV)/bench-ready  ## What a step costs beside one of SGD; the page is build/bench/bench.md
+	$(BIN)/tekfac bench --out build/bench
 
 test: $(VENV)/ready  ## The tests that are run before every commit
 	$(TESTED) $(BIN)/$(PYTEST) -m "not slow" tests
@@ -64,6 +67,10 @@ $(VENV)/ready: pyproject.toml constraints.txt
 
 $(VENV)/docs-ready: $(VENV)/ready
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[docs]'
+	@touch $@
+
+$(VENV)/bench-ready: $(VENV)/ready
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[bench]'
 	@touch $@
 
 # No constraints.txt here: pip brings that torch with its CUDA packages, 6 GB.

@@ -27,11 +27,12 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 import tekfac
 from provenance import provenance
 from tekfac.fisher.figures import empty
+from tekfac.lab.gpt import GPT
 from tekfac.lab.report import drawing
 
 MODULES = """
@@ -119,48 +120,6 @@ def windows(text: Tensor, count: int, context: int, generator: torch.Generator) 
     return pieces[:, :-1], pieces[:, 1:]
 
 
-class Block(nn.Module):
-    """Attention to what came before, then a layer on each position; norms first."""
-
-    def __init__(self, width: int, heads: int) -> None:
-        super().__init__()
-        self.heads = heads
-        self.attention_norm, self.mlp_norm = nn.LayerNorm(width), nn.LayerNorm(width)
-        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
-        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """[N, T, width] -> the same."""
-        split = self.qkv(self.attention_norm(x)).unflatten(-1, (3, self.heads, -1))
-        query, key, value = split.permute(2, 0, 3, 1, 4)  # each [N, heads, T, width / heads]
-        mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True)
-        x = x + self.out(mixed.transpose(1, 2).flatten(2))
-        return x + self.down(F.gelu(self.up(self.mlp_norm(x))))
-
-
-class GPT(nn.Module):
-    """Embeddings of symbols and positions, blocks, a norm and a head of its own."""
-
-    def __init__(self, symbols: int, task: Task) -> None:
-        super().__init__()
-        self.symbol = nn.Embedding(symbols, task.width)
-        self.position = nn.Embedding(task.context, task.width)
-        self.blocks = nn.Sequential(*(Block(task.width, task.heads) for _ in range(task.depth)))
-        self.norm = nn.LayerNorm(task.width)
-        self.head = nn.Linear(task.width, symbols, bias=False)
-        for name, parameter in self.named_parameters():
-            if parameter.dim() == 2:
-                last = name.endswith(("out.weight", "down.weight"))  # of a residual branch
-                nn.init.normal_(parameter, std=0.05 / math.sqrt(2 * task.depth) if last else 0.05)
-            elif name.endswith("bias"):
-                nn.init.zeros_(parameter)
-
-    def forward(self, symbols: Tensor) -> Tensor:
-        """[N, T] -> logits [N, T, symbols]."""
-        places = torch.arange(symbols.shape[1]).expand_as(symbols)
-        return self.head(self.norm(self.blocks(self.symbol(symbols) + self.position(places))))
-
-
 @dataclass
 class Run:
     """A training run that goes on by a few steps at a time."""
@@ -177,7 +136,10 @@ class Run:
 
     def __post_init__(self) -> None:
         torch.manual_seed(self.seed)
-        self.model = GPT(self.text.symbols, self.task)
+        task = self.task
+        self.model = GPT(
+            self.text.symbols, context=task.context, width=task.width, depth=task.depth, heads=task.heads
+        )
         if self.name in ("AdamW", "SGD"):
             self.optimizer = getattr(torch.optim, self.name)(self.model.parameters(), **self.setting)
         else:

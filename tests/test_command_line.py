@@ -29,6 +29,7 @@ NOTHING_UNLESS_GIVEN = {
     "report": set(),
     "data": set(),
     "fisher": {"--state", "--model-option", "--channels", "--classes", "--size"},
+    "bench": set(),
     "explain": {"--model", "--first-order", "--model-option", "--channels", "--classes", "--size"},
 }
 """Options that take a value and have none by default."""

@@ -22,6 +22,7 @@ COMMANDS = {
     "report": "tables, figures and a page of training runs",
     "data": "data sets: list, check and fetch them",
     "fisher": "how good the approximations are on a network",
+    "bench": "what a step costs beside one of SGD",
     "explain": "what an optimizer would do with a network, layer by layer",
 }
 """Every command, which is also the name of its module here, and what it is for."""

@@ -17,10 +17,11 @@ EXTRAS_OF = {
     "optuna": ("lab",),
     "tensorboard": ("lab",),
     "PIL": ("lab",),
+    "pytorch_optimizer": ("bench",),
 }
 """The extras of tekfac that bring each package."""
 
-USE_OF = {"fisher": "tekfac.fisher", "lab": "the lab"}
+USE_OF = {"fisher": "tekfac.fisher", "lab": "the lab", "bench": "the benchmark"}
 
 
 def require(module: str, purpose: str) -> ModuleType:
