@@ -116,7 +116,8 @@ def bert_trainer(bert: ModuleType, folder: Path, optimizer: dict[str, Any], **mo
     The position embeddings are looked up once for all samples, which `fisher="exact"` cannot take apart.
     """
     every_step = {"factors_every": 1, "basis_every": 1, "rescaling_every": 1}
-    settings = {"fisher": "exact", "first_order": ["bert.embeddings.position_embeddings"], **every_step}
+    settings = {"fisher": "exact", "statistics_samples": None, "basis_tolerance": 0.0, **every_step}
+    settings["first_order"] = ["bert.embeddings.position_embeddings"]
 
     def without_dropout(model: nn.Module) -> TEKFAC:
         for module in model.modules():

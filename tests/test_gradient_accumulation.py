@@ -25,6 +25,7 @@ SETTINGS: dict[str, Any] = {
     "damping": 0.1,
     "factors_every": 2,
     "basis_every": 2,
+    "statistics_samples": None,
 }
 
 
