@@ -191,10 +191,11 @@ class Categorical(Likelihood):
             return self.class_dim % outputs.ndim
         if outputs.ndim == 2:
             return 1
-        for holds in (_sums_to_zero, _is_normalised):
-            for axis in (1, outputs.ndim - 1):
-                if holds(outputs, gradient, axis):
-                    return axis
+        axes = (1, outputs.ndim - 1)
+        likely = [axis for axis in axes if _sums_to_zero(gradient, axis)]
+        likely = likely or [axis for axis in axes if _is_normalised(outputs, axis)]
+        if likely:
+            return likely[0]
         certain = [axis for axis in (1, outputs.ndim - 1) if _is_nearly_certain(outputs, axis)]
         if certain:
             return min(certain, key=lambda axis: float(gradient.sum(axis).abs().sum()))
@@ -208,16 +209,16 @@ class Categorical(Likelihood):
 
 def _holds_classes(outputs: Tensor, gradient: Tensor, axis: int) -> bool:
     """Whether the loss treats this axis as classes: its gradient sums to zero, or it got log-probabilities."""
-    return _sums_to_zero(outputs, gradient, axis) or _is_normalised(outputs, gradient, axis)
+    return _sums_to_zero(gradient, axis) or _is_normalised(outputs, axis)
 
 
-def _sums_to_zero(outputs: Tensor, gradient: Tensor, axis: int) -> bool:
+def _sums_to_zero(gradient: Tensor, axis: int) -> bool:
     """Whether the gradient does, as that of a cross-entropy of logits."""
     wide = _at_least_float32(gradient)  # sums leave the range of float16
     return bool(wide.sum(axis).abs().sum() <= 1e-2 * wide.abs().sum())
 
 
-def _is_normalised(outputs: Tensor, gradient: Tensor, axis: int) -> bool:
+def _is_normalised(outputs: Tensor, axis: int) -> bool:
     """Whether the outputs are log-probabilities along this axis."""
     normalised = _at_least_float32(outputs).logsumexp(axis).abs().max()
     return bool(normalised <= 1e3 * torch.finfo(outputs.dtype).eps)

@@ -1,8 +1,7 @@
 """What the ways to the same sums cost, in multiplications and in memory; which one is taken follows from it.
 
 Moments and Theta are sums over samples that can be contracted in several orders. Which is the cheapest depends
-on the sizes alone: positions T, inputs d_in, outputs d_out, columns K. docs/performance.md has the measurements
-that the two constants here come from.
+on the sizes alone: positions T, inputs d_in, outputs d_out, columns K.
 """
 
 from __future__ import annotations

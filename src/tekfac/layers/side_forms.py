@@ -18,7 +18,7 @@ DEFAULT_MAX_DIM = 5000
 """Of a Fisher that is looked at: 4096 inputs, or 512 channels under a 3 x 3 kernel, and a bias, are whole."""
 
 QUICK_MAX_DIM = 800
-"""Of an optimizer: 768 inputs and a bias are whole. docs/performance.md has what larger sides take."""
+"""Of an optimizer: 768 inputs and a bias are whole. docs/results/inner-products.md has what sides take."""
 
 MOST_IN_BLOCKS = 20_000
 """Dimensions up to which "auto" prefers blocks to the diagonal."""

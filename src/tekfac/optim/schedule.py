@@ -10,7 +10,7 @@ import heapq
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from tekfac.curvature.layer_curvature import Due
+from tekfac.curvature.layer_curvature import NOTHING, Due
 from tekfac.layers.layer import Layer
 
 FLOPS_OF_EIGENDECOMPOSITION = 9
@@ -62,7 +62,7 @@ class Schedule:
         found: dict[str, Due] = {}
         for turn, names in enumerate(self.turns):
             due = self._intervals.due(step - turn)
-            if due.anything or due.basis:
+            if due != NOTHING:
                 found.update(dict.fromkeys(names, due))
         return found
 

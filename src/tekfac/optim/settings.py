@@ -34,7 +34,7 @@ Averaging = Literal["moments", "factors"]
 AVERAGINGS: tuple[Averaging, ...] = ("moments", "factors")
 
 AUTO = "auto"
-"""Of damping and sharing: what the method has by default."""
+"""Of damping and sharing: what the method has by default; of turns: where they are for nothing."""
 
 DEFAULT_BASIS_TOLERANCE = 0.0
 """Bases are computed anew at every refresh: together with few samples a tolerance has cost accuracy."""
