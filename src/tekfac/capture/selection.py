@@ -53,7 +53,7 @@ def wanted(
     by_terms = math.ceil(TERMS / terms / measurements)
     if shape.layout == "units":
         return max(FEWEST_OF_UNITS, by_terms)
-    side = max(shape.block_in or shape.d_in, shape.block_out or shape.d_out)
+    side = max(shape.side_in, shape.side_out)
     rank = min(positions, shape.d_in, shape.d_out)
     return max(FEWEST, by_terms, math.ceil(COVER * side / rank / measurements))
 

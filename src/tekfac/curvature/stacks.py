@@ -34,8 +34,8 @@ Network = Sequence[Spectrum]
 def numbers_of(layer: Layer) -> int:
     """In the eigenvectors of both sides and the diagonal."""
     shape = layer.shape
-    block_in, block_out = shape.block_in or shape.d_in, shape.block_out or shape.d_out
-    return shape.groups * (shape.d_in * block_in + shape.d_out * block_out + shape.d_in * shape.d_out)
+    sides = shape.d_in * shape.side_in + shape.d_out * shape.side_out
+    return shape.groups * (sides + shape.d_in * shape.d_out)
 
 
 def stacked(layers: Mapping[str, Layer]) -> list[tuple[str, ...]]:

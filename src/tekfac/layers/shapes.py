@@ -59,6 +59,16 @@ class LayerShape:
         return math.prod(self.weight) // (self.groups * self.d_out) + self.has_bias
 
     @property
+    def side_in(self) -> int:
+        """The size of the input side's blocks; d_in where it is whole."""
+        return self.block_in or self.d_in
+
+    @property
+    def side_out(self) -> int:
+        """The size of the output side's blocks; d_out where it is whole."""
+        return self.block_out or self.d_out
+
+    @property
     def bias(self) -> tuple[int, ...]:
         """Shape of the bias, if there is one."""
         return self.weight if self.layout == "units" else (self.groups * self.d_out,)

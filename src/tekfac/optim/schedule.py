@@ -70,9 +70,9 @@ class Schedule:
 def cost_of_refresh(layer: Layer) -> int:
     """Multiplications of a refresh, to weigh layers against each other: decompositions and projections."""
     shape = layer.shape
-    block_in, block_out = shape.block_in or shape.d_in, shape.block_out or shape.d_out
-    decompositions = FLOPS_OF_EIGENDECOMPOSITION * (shape.d_in * block_in**2 + shape.d_out * block_out**2)
-    projections = 2 * SAMPLES * shape.d_in * shape.d_out * (block_in + block_out)
+    sides = shape.d_in * shape.side_in**2 + shape.d_out * shape.side_out**2
+    decompositions = FLOPS_OF_EIGENDECOMPOSITION * sides
+    projections = 2 * SAMPLES * shape.d_in * shape.d_out * (shape.side_in + shape.side_out)
     return shape.groups * (decompositions + projections)
 
 
