@@ -19,7 +19,7 @@ from tekfac.common.torch_internals import (
     sequence_number,
     will_run,
 )
-from tekfac.layers.kinds.base import Call
+from tekfac.layers.kinds.base import Call, Take
 
 REENTRANT = (
     "Curvature cannot be measured through checkpoint(..., use_reentrant=True), which allows no second look at "
@@ -111,7 +111,7 @@ class Descent:
         arrived: dict[int, Arrived] = {id(call): [None] * len(call.edges) for call in self._calls}
         ends = [(call, place, edge) for call, place, edge in self._below if edge.node in self._ends]
         handles = [
-            edge.node.register_prehook(_taker(arrived[id(call)], place, edge.output_nr, call.rows))
+            edge.node.register_prehook(_taker(arrived[id(call)], place, edge.output_nr, call.take, sent=True))
             for call, place, edge in self._below
             if edge.node not in self._ends
         ]
@@ -121,9 +121,9 @@ class Descent:
             for handle in handles:
                 handle.remove()
         for (call, place, _), gradient in zip(ends, gradients, strict=True):
-            arrived[id(call)][place] = _taken(gradient, call.rows)
+            arrived[id(call)][place] = _taken(gradient, call.take)
         for call, place in self._at_outputs:
-            arrived[id(call)][place] = _taken(vector, call.rows)
+            arrived[id(call)][place] = _taken(vector, call.take)
         return [arrived[id(call)] for call in self._calls]
 
     def wait(self, gradient: Tensor) -> None:
@@ -136,27 +136,32 @@ class Descent:
             call.gradients = [[None] * len(call.edges)]
         for call, place, edge in self._below:
             arrived: Any = call.gradients[0]
-            edge.node.register_prehook(_taker(arrived, place, edge.output_nr, call.rows))
+            edge.node.register_prehook(_taker(arrived, place, edge.output_nr, call.take, sent=False))
         for call, place in self._at_outputs:
-            call.gradients[0][place] = _taken(gradient, call.rows)  # type: ignore[index]
+            call.gradients[0][place] = _taken(gradient, call.take)  # type: ignore[index]
         for call in self._calls:
             call.edges = ()  # a node must not be owned by what hangs on it
 
 
-def _taker(into: Arrived, place: int, output_nr: int, rows: Tensor | None) -> Callable[[Any], None]:
-    """A hook of a node that takes the first gradient which comes by."""
+def _taker(
+    into: Arrived, place: int, output_nr: int, take: Take | None, *, sent: bool
+) -> Callable[[Any], None]:
+    """A hook of a node that takes what is wanted of the first gradient which comes by.
 
-    def take(gradients: tuple[Tensor | None, ...]) -> None:
-        if into[place] is None:
-            into[place] = _taken(gradients[output_nr], rows)
+    It is one that was sent, or else one of the user's own pass, inside of which another capture may send some.
+    """
 
-    return take
+    def take_first(gradients: tuple[Tensor | None, ...]) -> None:
+        if into[place] is None and is_sending() == sent:
+            into[place] = _taken(gradients[output_nr], take)
+
+    return take_first
 
 
-def _taken(gradient: Tensor | None, rows: Tensor | None) -> Tensor | None:
-    if gradient is None:
-        return None
-    return gradient.detach() if rows is None else gradient.detach()[rows]
+def _taken(gradient: Tensor | None, take: Take | None) -> Tensor | None:
+    if gradient is None or take is None:
+        return None if gradient is None else gradient.detach()
+    return take(gradient.detach())
 
 
 def _gradients(outputs: GradientEdge, edges: Sequence[GradientEdge], vector: Tensor) -> Sequence[Tensor | None]:

@@ -13,6 +13,7 @@ import math
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from types import MappingProxyType
 from typing import NamedTuple
 
@@ -27,8 +28,9 @@ from tekfac.capture.sample_axis import InseparableError, SampleAxis, divided_int
 from tekfac.capture.sampling import Sampling
 from tekfac.capture.selection import Selection, StatisticsSamples
 from tekfac.common.phases import Phase
-from tekfac.layers.batch import LayerBatch, PassContext
-from tekfac.layers.kinds.base import Application, RepetitionError, SimpleKind
+from tekfac.common.precision import without_autocast
+from tekfac.layers.batch import CapturedBatch, LayerBatch, PassContext, SummedBatch, Sums
+from tekfac.layers.kinds.base import Application, Call, RepetitionError, RowForm, SimpleKind, Take
 from tekfac.layers.layer import Layer
 from tekfac.likelihoods import Prediction, as_likelihood
 
@@ -68,8 +70,21 @@ class Capture:
         *,
         grad_scaler: torch.amp.GradScaler | None = None,
         statistics_samples: StatisticsSamples = None,
+        may_be_summed: bool = False,
         only_training: bool = True,
     ) -> None:
+        """Watch nothing yet.
+
+        Args:
+            model: to be watched.
+            layers: whose statistics are wanted.
+            measurement: what the Fisher is an expectation over, and how the model is read.
+            grad_scaler: the loss scaler; only the empirical Fisher needs to know it.
+            statistics_samples: of a batch, that are measured.
+            may_be_summed: whether all that is made of a sample is its gradient, so that sums of samples with
+                random signs will do.
+            only_training: whether only passes in training mode count.
+        """
         seed = torch.initial_seed() if measurement.seed is None else measurement.seed
         self.problems: list[str] = []
         self.sampling = Sampling(seed)
@@ -81,11 +96,12 @@ class Capture:
         self._likelihood = as_likelihood(measurement.likelihood)
         self._grad_scaler = grad_scaler
         self._statistics_samples: StatisticsSamples = statistics_samples
+        self._may_be_summed = may_be_summed and statistics_samples == "auto"
         self._measurements: Mapping[str, float] = {}
         self._only_training = only_training
         self._hooks = ModelHooks(model, measurement, self, only_training=only_training)
         self._layers = {layer.name: layer for layer in layers}
-        self._batches: dict[str, list[LayerBatch]] = {}
+        self._batches: dict[str, list[CapturedBatch]] = {}
         self._unfinished: list[_Pass] = []
         self._loss_scale = 1.0
         self._adds_up = True
@@ -136,6 +152,7 @@ class Capture:
             name: [replace(batch, layer=self._layers[name]) for batch in own]
             for name, own in batches.items()
             if own[0].layer.has_same_uses_as(self._layers[name])
+            and all(batch.fits(self._layers[name]) for batch in own)
         }
         if self.armed:
             self._hooks.rearm(self._layers.values())
@@ -147,7 +164,7 @@ class Capture:
         """The predictions of the last forward pass; kept only where not only training is watched."""
         return self._hooks.outputs
 
-    def batches(self) -> dict[str, list[LayerBatch]]:
+    def batches(self) -> dict[str, list[CapturedBatch]]:
         """What was captured since the last `clear`, by layer name, one entry per forward pass."""
         self._finish()
         factor = self._gradient_factor()
@@ -282,10 +299,15 @@ class Capture:
         (layer,) = watched.layers.values()
         if layer.is_tied:
             return
-        rows = self._chosen(selection, layer, math.prod(call.shapes[0]), samples)
-        if rows is not None:
-            call.kept = kind.part(watched.module, call.kept, rows, call.dtype)
-            call.rows, call.versions = rows, versions(call.kept)
+        chosen = self._chosen(selection, layer, math.prod(call.shapes[0]), samples)
+        if isinstance(chosen, Sums):
+            once = self._measurement.fisher == "empirical"
+            call.take = _adding(call, layer, kind.form(watched.module), chosen, once=once)
+            call.is_summed = True
+        elif chosen is not None:
+            call.kept = kind.part(watched.module, call.kept, chosen, call.dtype)
+            call.rows, call.versions = chosen, versions(call.kept)
+            call.take = partial(torch.index_select, dim=0, index=chosen)
 
     def _settle(self, noted: ModuleCall) -> None:
         """Make what is kept of a call independent of the mode that its module will have at the next step."""
@@ -294,10 +316,13 @@ class Capture:
             call.kept = kind.settled(watched.module, call.kept, call.dtype)
             call.versions = versions(call.kept)
 
-    def _chosen(self, selection: Selection, layer: Layer, outputs: int, samples: int) -> Tensor | None:
-        """The samples to measure for a layer that gave so many outputs for so many samples; None for all."""
+    def _chosen(self, selection: Selection, layer: Layer, outputs: int, samples: int) -> Tensor | Sums | None:
+        """What to measure of a layer that gave so many outputs for so many samples; None for all."""
         positions = outputs // (samples * layer.shape.groups * layer.shape.d_out)
-        return selection.of(positions, layer.shape, self._measurements.get(layer.name, 0))
+        measurements = self._measurements.get(layer.name, 0)
+        if self._may_be_summed and not layer.is_table and layer.shape.layout != "units":
+            return selection.in_sums(positions, layer.shape, measurements)
+        return selection.of(positions, layer.shape, measurements)
 
     def _num_terms(self, prediction: Prediction) -> int:
         """M, the number of summands that the Fisher is divided by."""
@@ -355,6 +380,9 @@ class Capture:
         layers: dict[str, Layer] = {}
         early: dict[str, Tensor] = {}
         for noted in passed.calls:
+            if noted.call.is_summed:
+                self._keep_sums(noted, passed.context)
+                continue
             for application in self._applications(noted):
                 layer = noted.watched.layers.get(application.part)
                 if layer is None or not layer.weight.requires_grad:
@@ -374,9 +402,18 @@ class Capture:
                 self._probed.add(name)
                 self._batches.setdefault(name, []).append(batch)
 
+    def _keep_sums(self, noted: ModuleCall, context: PassContext) -> None:
+        """Take over the gradients of sums of samples, which were formed where they arrived."""
+        (layer,) = noted.watched.layers.values()
+        arrived = [own for (own,) in noted.call.gradients if own is not None]
+        if arrived and layer.weight.requires_grad:
+            batch = SummedBatch(layer, torch.cat(arrived), context.num_terms)
+            self._probed.add(layer.name)
+            self._batches.setdefault(layer.name, []).append(batch)
+
     def _joined(
         self, layer: Layer, applications: list[Application], rows: Tensor | None, passed: _Pass
-    ) -> LayerBatch | None:
+    ) -> CapturedBatch | None:
         """The applications of a layer's parameters as a batch of the samples that are measured."""
         if rows is not None:
             share = len(rows) / passed.selection.samples
@@ -395,8 +432,12 @@ class Capture:
         if layer.is_tied:
             return batch
         outputs = sum(application.gradients[0].numel() for application in applications)
-        rows = self._chosen(passed.selection, layer, outputs, samples)
-        return batch if rows is None else batch.of_part(rows, len(rows) / passed.selection.samples)
+        chosen = self._chosen(passed.selection, layer, outputs, samples)
+        if chosen is None:
+            return batch
+        if isinstance(chosen, Sums):
+            return batch.summed(chosen)
+        return batch.of_part(chosen, len(chosen) / passed.selection.samples)
 
     def _applications(self, noted: ModuleCall) -> list[Application]:
         """What a call did with the module's parameters; none, and a word in the log, if that cannot be told."""
@@ -452,3 +493,16 @@ class Capture:
         if message not in self._warned:
             self._warned.add(message)
             logger.warning("%s", message[0].upper() + message[1:] + ("" if message.endswith("?") else "."))
+
+
+def _adding(call: Call, layer: Layer, form: RowForm, sums: Sums, *, once: bool) -> Take:
+    """What forms the gradients of sums of samples where a gradient arrives, once or for every vector."""
+
+    def take(gradient: Tensor) -> Tensor:
+        inputs = call.kept["input"]
+        if once:
+            call.kept = {}
+        with Phase("factors"), torch.no_grad(), without_autocast(gradient.device):
+            return sums.of(layer, form, inputs, gradient[None])
+
+    return take

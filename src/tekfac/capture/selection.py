@@ -1,8 +1,10 @@
-"""Which samples of a batch are measured: all of them, or as many as a layer needs, drawn at random.
+"""Which samples of a batch are measured: each of them, all in a few sums, or as many as a layer needs.
 
-A sample that uses a layer's weights at T positions has a gradient of rank up to min(T, d): a few of them say
-as much of the layer as a whole batch of single rows, if there are labels enough in them; and the fewer will do,
-the more the running average holds already that they enter. See docs/mathematics.md, section 6.
+Where a layer's statistics are made of its samples' gradients alone, all samples are put together to sums with
+random signs, whose squares are right in expectation. Otherwise some are drawn at random: a sample that uses a
+layer's weights at T positions has a gradient of rank up to min(T, d), so that a few of them say as much of the
+layer as a whole batch of single rows, if there are labels enough in them; and the fewer will do, the more the
+running average holds already that they enter. See docs/mathematics.md, section 6.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ import torch
 from torch import Tensor
 
 from tekfac.capture.sampling import Sampling
+from tekfac.layers.batch import Sums
 from tekfac.layers.shapes import LayerShape
 
 StatisticsSamples = int | Literal["auto"] | None
@@ -27,6 +30,12 @@ FEWEST_OF_UNITS = 16
 
 COVER = 16
 """How often the ranks of all gradients in a running average cover a side of the block."""
+
+SUMS = 64
+"""In a running average, at least, where samples are put together."""
+
+FEWEST_SUMS = 16
+"""In one measurement."""
 
 TERMS = 2400
 """Of the loss, in a running average: each is a label of its own, and their gradients are heavy-tailed."""
@@ -58,8 +67,24 @@ def wanted(
     return max(FEWEST, by_terms, math.ceil(COVER * side / rank / measurements))
 
 
+def wanted_sums(samples: int, positions: int, shape: LayerShape, measurements: float) -> int | None:
+    """How many sums the samples of a batch are put together to, for a layer; None: each is measured by itself.
+
+    That costs no more where they have no more rows than the sums' gradients.
+
+    Args:
+        samples: of the batch.
+        positions: T, at which every sample uses the weights.
+        shape: of the layer.
+        measurements: as many as the running average that they enter holds so far.
+    """
+    count = max(FEWEST_SUMS, math.ceil(SUMS / max(1.0, measurements)))
+    is_few = samples * positions <= count * min(shape.d_in, shape.d_out)
+    return None if is_few or count >= samples else count
+
+
 class Selection:
-    """The samples of one pass in a random order, of which every layer takes the first few.
+    """The samples of one pass in a random order, of which every layer takes the first few, or all in sums.
 
     Attributes:
         samples: how many take part in the loss.
@@ -74,6 +99,7 @@ class Selection:
             counted: which terms take part in the loss, [N, P].
             choosing: the generator to draw with.
         """
+        self._signs: Tensor | None = None
         self._setting: StatisticsSamples = setting
         self._choosing = choosing
         self._candidates = counted.any(dim=1)
@@ -97,3 +123,20 @@ class Selection:
             order = torch.randperm(self.samples, generator=generator).to(self._candidates.device)
             self._order = self._candidates.nonzero()[:, 0][order]
         return self._order[: int(count)].sort().values
+
+    def in_sums(self, positions: int, shape: LayerShape, measurements: float) -> Sums | None:
+        """How the samples are put together for a layer; None: each is measured by itself.
+
+        Args:
+            positions: T, at which every sample uses the weights.
+            shape: of the layer.
+            measurements: as many as its running average holds so far.
+        """
+        count = wanted_sums(len(self._candidates), positions, shape, measurements)
+        if count is None:
+            return None
+        if self._signs is None:
+            generator = self._choosing.generator_on(torch.device("cpu"))
+            bits = torch.randint(0, 2, (len(self._candidates),), generator=generator)
+            self._signs = (2 * bits - 1).to(self._candidates.device)
+        return Sums(count, self._signs)

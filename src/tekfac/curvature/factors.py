@@ -162,6 +162,8 @@ def restricted_exact(rows: Rows) -> MomentSums:
 
     With a single position the block is that of `restricted_expand`.
     """
+    if rows.formed:
+        return exact_by_gradients(rows)
     if rows.a.shape[2] == 1:
         return restricted_expand(rows)
     return exact_by_grams(rows) if grams_are_cheaper(sizes_of(rows)) else exact_by_gradients(rows)

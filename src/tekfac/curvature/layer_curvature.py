@@ -46,6 +46,11 @@ class Recipe:
     memory_budget: int
     basis_tolerance: float = 0.0
 
+    @property
+    def needs_only_gradients(self) -> bool:
+        """Whether all that is measured of a sample is made of its gradient: partial traces of F, and Theta."""
+        return self.factors.trace_restricted and self.sharing == "exact"
+
 
 @dataclass(frozen=True)
 class Due:

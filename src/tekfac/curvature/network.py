@@ -17,7 +17,7 @@ from tekfac.curvature.layer_curvature import NOTHING, Due, LayerCurvature, Recip
 from tekfac.curvature.stacks import Stack, spectrum_of, stacked
 from tekfac.curvature.together import alike, refreshed_together
 from tekfac.damping import DampingRule, Spectrum
-from tekfac.layers.batch import LayerBatch
+from tekfac.layers.batch import CapturedBatch
 from tekfac.layers.layer import Layer
 
 
@@ -64,7 +64,7 @@ class NetworkCurvature:
         self._is_stacked = False
 
     def refreshed(
-        self, batches: Mapping[str, Sequence[LayerBatch]], due: Mapping[str, Due]
+        self, batches: Mapping[str, Sequence[CapturedBatch]], due: Mapping[str, Due]
     ) -> dict[str, LayerCurvature]:
         """New blocks for what is due; the present ones stay in place until they are assigned.
 

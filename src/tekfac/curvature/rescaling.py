@@ -90,6 +90,8 @@ def rotated(theta: Tensor, old: Eigenbasis, new: Eigenbasis) -> Tensor:
 
 def _squared_projections(rows: Rows, basis: Eigenbasis) -> Tensor:
     """Sum over columns and samples of (Q_out^T G_n Q_in)^2, by the cheapest contraction."""
+    if rows.formed:
+        return squares_gradient_first(rows, basis)
     return cheapest(sizes_of(rows)).squares(rows, basis)
 
 

@@ -16,11 +16,11 @@ from tekfac.curvature.contractions import samples_per_chunk
 from tekfac.curvature.eigenbasis import WORTH_A_LOOK, Eigenbasis
 from tekfac.curvature.factors import KroneckerFactors
 from tekfac.curvature.layer_curvature import Due, LayerCurvature, Recipe, refreshed
-from tekfac.layers.batch import BatchShape, LayerBatch
+from tekfac.layers.batch import BatchShape, CapturedBatch, LayerBatch
 from tekfac.layers.layer import Layer
 from tekfac.layers.rows import Rows
 
-Batches = Mapping[str, Sequence[LayerBatch]]
+Batches = Mapping[str, Sequence[CapturedBatch]]
 
 
 def alike(
@@ -52,20 +52,21 @@ def _is_tiny(layer: Layer) -> bool:
 
 
 def refreshed_together(
-    old: Sequence[LayerCurvature], batches: Sequence[LayerBatch], due: Due, recipe: Recipe
+    old: Sequence[LayerCurvature], batches: Sequence[CapturedBatch], due: Due, recipe: Recipe
 ) -> list[LayerCurvature] | None:
     """The curvatures after one more batch, as `refreshed` gives them one by one.
 
     Returns:
-        None where that has to be done one by one: positions that may not count, too many rows for the memory
-        budget, or a failed decomposition.
+        None where that has to be done one by one: positions that may not count, sums of samples, too many
+        rows for the memory budget, or a failed decomposition.
 
     Raises:
         NonFiniteStatisticsError: if a batch leads to numbers that are not finite.
     """
-    if any(batch.context.ignored is not None or batch.context.padding is not None for batch in batches):
+    plain = [batch for batch in batches if isinstance(batch, LayerBatch) and not batch.context.has_masks]
+    if len(plain) < len(batches):
         return None
-    rows = _JoinedRows(batches)
+    rows = _JoinedRows(plain)
     if samples_per_chunk(rows, recipe.memory_budget) < rows.shape.samples:
         return None
     groups = [len(curvature.basis.scale) for curvature in old]

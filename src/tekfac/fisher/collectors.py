@@ -12,7 +12,7 @@ from tekfac.curvature.eigenbasis import Eigenbasis
 from tekfac.curvature.factors import FactorRule, KroneckerFactors, MomentSums
 from tekfac.curvature.layer_curvature import require_finite
 from tekfac.curvature.rescaling import sum_of_squares
-from tekfac.layers.batch import LayerBatch
+from tekfac.layers.batch import CapturedBatch
 from tekfac.layers.rows import samples_within
 
 
@@ -20,7 +20,7 @@ class Collector(ABC):
     """Something that is summed up over a data set, for one layer."""
 
     @abstractmethod
-    def add(self, batches: Sequence[LayerBatch]) -> None:
+    def add(self, batches: Sequence[CapturedBatch]) -> None:
         """Take in what the layer saw in one batch of the data."""
 
     def state(self) -> dict[str, Tensor]:
@@ -45,7 +45,7 @@ class FactorSums(Collector):
         self._memory_budget = memory_budget
         self._total: MomentSums | None = None
 
-    def add(self, batches: Sequence[LayerBatch]) -> None:
+    def add(self, batches: Sequence[CapturedBatch]) -> None:
         """Take in one batch of the data."""
         sums = self._rule.sums(batches, self._sharing, self._memory_budget)
         require_finite(sums.input, sums.output)
@@ -80,7 +80,7 @@ class SquareSums(Collector):
         self._memory_budget = memory_budget
         self._total: Tensor | None = None
 
-    def add(self, batches: Sequence[LayerBatch]) -> None:
+    def add(self, batches: Sequence[CapturedBatch]) -> None:
         """Take in one batch of the data."""
         total = sum_of_squares(batches, self.basis, self._memory_budget).double()
         require_finite(total)
@@ -111,7 +111,7 @@ class DenseSum(Collector):
         self._memory_budget = memory_budget
         self._total: Tensor | None = None
 
-    def add(self, batches: Sequence[LayerBatch]) -> None:
+    def add(self, batches: Sequence[CapturedBatch]) -> None:
         """Take in one batch of the data."""
         for rows in gradient_rows(batches, self._memory_budget):
             if self._total is None:
@@ -135,7 +135,7 @@ class RowList(Collector):
         self._filled = 0
         self._rows: Tensor | None = None
 
-    def add(self, batches: Sequence[LayerBatch]) -> None:
+    def add(self, batches: Sequence[CapturedBatch]) -> None:
         """Take in one batch of the data."""
         for rows in gradient_rows(batches, self._memory_budget):
             if self._rows is None:
@@ -161,7 +161,7 @@ class ProbeProducts(Collector):
         self._memory_budget = memory_budget
         self._total = torch.zeros_like(probes, dtype=torch.float64)
 
-    def add(self, batches: Sequence[LayerBatch]) -> None:
+    def add(self, batches: Sequence[CapturedBatch]) -> None:
         """Take in one batch of the data."""
         for rows in gradient_rows(batches, self._memory_budget):
             along = rows @ self.probes.mT  # [G, R, P]
@@ -182,12 +182,12 @@ class RowCount(Collector):
     def __init__(self) -> None:
         self.count = 0
 
-    def add(self, batches: Sequence[LayerBatch]) -> None:
+    def add(self, batches: Sequence[CapturedBatch]) -> None:
         """Take in one batch of the data."""
         self.count += sum(batch.shape.samples * batch.shape.columns for batch in batches)
 
 
-def gradient_rows(batches: Sequence[LayerBatch], memory_budget: int) -> Iterator[Tensor]:
+def gradient_rows(batches: Sequence[CapturedBatch], memory_budget: int) -> Iterator[Tensor]:
     """Gradients of every sample and column as rows [G, R, d_out * d_in], a few samples at a time."""
     for batch in batches:
         columns, groups, _, positions, d_in, d_out = batch.shape

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tekfac.common.phases import Phase
-from tekfac.layers.kinds.base import Application
+from tekfac.layers.kinds.base import Application, RowForm
 from tekfac.layers.layer import Layer
 from tekfac.layers.rows import Rows, Tokens
 
@@ -40,6 +40,11 @@ class PassContext:
         ignored = None if bool(counted.all()) else ~counted
         padding = None if real is None or bool(real.all()) else ~real
         return cls(num_terms, ignored, padding)
+
+    @property
+    def has_masks(self) -> bool:
+        """Whether some positions may not count."""
+        return self.ignored is not None or self.padding is not None
 
     def of_part(self, chosen: Tensor, share: float, samples: int) -> PassContext:
         """What is known of some of so many samples, which stand for that share of the loss terms."""
@@ -123,6 +128,21 @@ class LayerBatch:
         context = self.context.of_part(chosen, share, self.samples)
         return replace(self, applications=applications, samples=len(chosen), context=context)
 
+    def fits(self, layer: Layer) -> bool:
+        """Whether it has all that the layer, in a new form, needs."""
+        return True
+
+    def summed(self, sums: Sums) -> SummedBatch:
+        """The same samples, put together."""
+
+        def of(application: Application) -> Tensor:
+            gradients = torch.stack(list(application.gradients))
+            return sums.of(self.layer, application.form, application.inputs, gradients)
+
+        gradients = sum(of(application) for application in self.applications[1:])
+        whole = of(self.applications[0]) + gradients
+        return SummedBatch(self.layer, whole, self.num_terms, self.gradient_factor)
+
     def chunks(self, samples_per_chunk: int) -> Iterator[Rows]:
         """The rows of all samples, at most `samples_per_chunk` at a time."""
         for start in range(0, self.samples, samples_per_chunk):
@@ -177,6 +197,79 @@ class LayerBatch:
             real = real.reshape(len(real), stop - start, -1)
             counted = real if counted is None else counted & real
         return a, u, counted
+
+
+@dataclass(frozen=True)
+class Sums:
+    """Samples put together to a few sums with random signs, each of samples that follow one another.
+
+    The squares of such a sum are those of its samples, in expectation over the signs (docs/mathematics.md,
+    section 6), so that all of a batch can be measured at the price of a few samples.
+
+    Attributes:
+        count: of the sums.
+        signs: 1 or -1 for every sample, [N].
+    """
+
+    count: int
+    signs: Tensor
+
+    def of(self, layer: Layer, form: RowForm, inputs: Tensor, gradients: Tensor) -> Tensor:
+        """The gradients of the sums, [K, G, n, d_out, d_in].
+
+        Args:
+            layer: whose parameters were applied.
+            form: of the rows.
+            inputs: [N, ...], or k times as many.
+            gradients: [K, N, ...], likewise.
+        """
+        fold = len(inputs) // len(self.signs)
+        signs = self.signs.repeat_interleave(fold) if fold > 1 else self.signs
+        inputs = inputs.to(layer.dtype)
+        signed = gradients.to(layer.dtype) * signs.to(layer.dtype).reshape(1, -1, *[1] * (gradients.ndim - 2))
+        sizes = [fold * len(part) for part in torch.tensor_split(self.signs, self.count)]
+        parts = zip(torch.split(inputs, sizes), torch.split(signed, sizes, dim=1), strict=True)
+        return torch.stack([form.gradient(layer.shape, *part) for part in parts], dim=2)
+
+
+@dataclass(frozen=True)
+class SummedBatch:
+    """What one forward and backward pass left for one layer, if only sums of its samples were asked for.
+
+    Attributes:
+        layer: whose parameters were applied.
+        gradients: of the sums, [K, G, n, d_out, d_in].
+        num_terms: the number of loss terms M that the Fisher is divided by.
+        gradient_factor: what captured gradients are multiplied by, to be those of single loss terms.
+    """
+
+    layer: Layer
+    gradients: Tensor
+    num_terms: float
+    gradient_factor: float = 1.0
+
+    @property
+    def shape(self) -> BatchShape:
+        """K, G, N, T, d_in and d_out: every column of a sum is a sample, a row of its gradient a position."""
+        columns, groups, count, d_out, _ = self.gradients.shape
+        return BatchShape(1, groups, columns * count, d_out, self.layer.shape.d_in, d_out)
+
+    def fits(self, layer: Layer) -> bool:
+        """Whether it has all that the layer, in a new form, needs: a bias that was frozen was left out."""
+        return layer.shape.d_in <= self.gradients.shape[-1]
+
+    def chunks(self, samples_per_chunk: int) -> Iterator[Rows]:
+        """The gradients as rows, at most `samples_per_chunk` at a time."""
+        shape = self.layer.shape
+        gradients = self.gradients[..., : shape.d_in].transpose(0, 1).flatten(1, 2)  # [G, K n, d_out, d_in]
+        for part in torch.split(gradients, samples_per_chunk, dim=1):
+            a = part * self.gradient_factor if self.gradient_factor != 1 else part
+            u = torch.eye(shape.d_out, dtype=a.dtype, device=a.device).expand(1, *a.shape[:3], -1)
+            yield Rows(a, u, None, shape.block_in, shape.block_out, formed=True)
+
+
+CapturedBatch = LayerBatch | SummedBatch
+"""What a pass may leave for a layer."""
 
 
 class RowSource(Protocol):

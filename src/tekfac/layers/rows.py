@@ -55,6 +55,7 @@ class Rows:
         tokens: which columns the inputs belong to, where a has only those that occur.
         tied: whether the rows come from a table of embeddings that is also an output projection: then rows of
             the two uses cannot be averaged with one another.
+        formed: whether a holds the gradients themselves, G_n of d_out rows each, and u is the identity.
     """
 
     a: Tensor
@@ -64,6 +65,7 @@ class Rows:
     block_out: int | None = None
     tokens: Tokens | None = None
     tied: bool = False
+    formed: bool = False
 
     @cached_property
     def gradients(self) -> Tensor:
@@ -71,6 +73,8 @@ class Rows:
 
         Formed once, for the moments and for Theta alike.
         """
+        if self.formed:
+            return self.a[None]
         if len(self.u) == 1:
             return (self.u[0].mT @ self.a)[None]
         return torch.einsum("kgnto,gnti->kgnoi", self.u, self.a)

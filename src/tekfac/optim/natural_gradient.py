@@ -176,6 +176,7 @@ class NaturalGradient(Optimizer):
             settings,
             grad_scaler=settings.grad_scaler,
             statistics_samples=settings.statistics_samples,
+            may_be_summed=recipe.needs_only_gradients,
         )
         self._reported: set[str] = set()
         self._attempts: dict[str, int] = {}

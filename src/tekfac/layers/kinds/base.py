@@ -7,7 +7,7 @@ each says s = W a for rows a, with the gradients u at s. Nothing else in the lib
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -66,6 +66,11 @@ class RowForm(ABC):
             gradients: [K, N, ...].
         """
 
+    def gradient(self, shape: LayerShape, inputs: Tensor, gradients: Tensor) -> Tensor:
+        """The gradient of all these samples together, [K, G, d_out, d_in]; arguments as of `rows`."""
+        a, u = self.rows(shape, inputs, gradients)
+        return u.flatten(2, 3).mT @ a.flatten(2, 3)
+
 
 class LinearRows(RowForm):
     """s = W a at every position: inputs [N, ..., d_in], gradients [K, N, ..., d_out]."""
@@ -120,6 +125,10 @@ class Application:
     real: Tensor | None = None
 
 
+Take = Callable[[Tensor], Tensor]
+"""What is kept of a gradient, instead of all of it."""
+
+
 @dataclass(eq=False)
 class Call:
     """One call of a module in a forward pass, and what came back for it in the backward pass.
@@ -130,7 +139,9 @@ class Call:
         outputs: their values, where the kind asked for them.
         shapes: of its outputs.
         random_state: of the generators before the call, where the kind asked for it.
-        rows: the samples that are kept of it, where those are only some; kept and gradients have no others.
+        rows: the samples that are kept of it, where those are only some; kept has no others.
+        take: what is taken of a gradient that arrives; None: all of it.
+        is_summed: whether what is taken are the gradients of sums of samples, not those of its outputs.
         versions: of the kept tensors, to notice a change in place.
         edges: where the gradients of its outputs pass in autograd's graph; of an output that the model's own
             outputs are, its number only; None for one without gradient.
@@ -144,6 +155,8 @@ class Call:
     shapes: Sequence[torch.Size] = ()
     random_state: Any = None
     rows: Tensor | None = None
+    take: Take | None = None
+    is_summed: bool = False
     versions: Sequence[int] = ()
     edges: Sequence[GradientEdge | int | None] = ()
     gradients: list[Sequence[Tensor | None]] = field(default_factory=list)

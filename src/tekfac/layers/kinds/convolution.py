@@ -2,17 +2,27 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn import grad
 
 from tekfac.layers.kinds.base import Part, RowForm, SimpleKind, own_bias, with_ones
 from tekfac.layers.shapes import LayerShape
 
 Convolution = nn.Conv1d | nn.Conv2d | nn.Conv3d
 Transposed = nn.ConvTranspose1d | nn.ConvTranspose2d | nn.ConvTranspose3d
+
+_WEIGHT_GRADIENT: Mapping[int, Callable[..., Tensor]] = {
+    1: grad.conv1d_weight,
+    2: grad.conv2d_weight,
+    3: grad.conv3d_weight,
+}
+"""By the number of spatial axes."""
 
 
 @dataclass(frozen=True)
@@ -50,6 +60,26 @@ class PatchRows(RowForm):
         """One row per output position."""
         split = gradients.reshape(*gradients.shape[:2], shape.groups, shape.d_out, -1)
         return self._patches(shape, inputs, gradients)[None], split.permute(0, 2, 1, 4, 3)
+
+    def gradient(self, shape: LayerShape, inputs: Tensor, gradients: Tensor) -> Tensor:
+        """As the backward pass of a convolution computes it: nothing is unfolded."""
+        module = self._module
+        if isinstance(module, Transposed):
+            return super().gradient(shape, inputs, gradients)
+        columns = len(gradients)
+        of_weight = _WEIGHT_GRADIENT[module.weight.ndim - 2]
+        padded = _pad(inputs, module)
+        found = [
+            of_weight(
+                padded, module.weight.shape, gradient, module.stride, 0, module.dilation, module.groups
+            ).reshape(shape.groups, shape.d_out, -1)
+            for gradient in gradients
+        ]
+        weight = torch.stack(found)
+        if not shape.has_bias:
+            return weight
+        bias = gradients.reshape(columns, len(inputs), shape.groups, shape.d_out, -1).sum(dim=(1, 4))
+        return torch.cat([weight, bias[..., None]], dim=-1)
 
     def _patches(self, shape: LayerShape, inputs: Tensor, gradients: Tensor) -> Tensor:
         module = self._module

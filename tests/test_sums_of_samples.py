@@ -1,0 +1,302 @@
+"""All samples can be measured in a few sums with random signs: without bias, in every kind of layer."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from dense import assert_close, normal, seeded
+from layer_kinds import BIASES, KINDS
+from tekfac import TEKFAC
+from tekfac.capture import selection
+from tekfac.capture.capture import Capture
+from tekfac.capture.measurement import Measurement
+from tekfac.capture.sampling import Sampling
+from tekfac.capture.selection import FEWEST_SUMS, SUMS, Selection, wanted_sums
+from tekfac.curvature.factors import TRACE_RESTRICTED
+from tekfac.curvature.rescaling import second_moments
+from tekfac.layers.batch import LayerBatch, SummedBatch, Sums
+from tekfac.layers.inventory import take_inventory
+from tekfac.layers.shapes import LayerShape
+from training import assert_identical, everything, train
+
+SAMPLES, COUNT = 7, 3
+SIGNS = torch.tensor([1, -1, -1, 1, 1, -1, 1])
+BUDGET = 2**20
+ALL_FISHERS = pytest.mark.parametrize("fisher", ["empirical", "sampled", "exact"])
+
+
+class Net(nn.Module):
+    """A convolution, attention and a linear layer on sequences, and one that every sample uses once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.convolution = nn.Conv2d(1, 4, 2)
+        self.attention = nn.MultiheadAttention(4, 2, batch_first=True)
+        self.tokens, self.head = nn.Linear(4, 3), nn.Linear(3, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.tanh(self.convolution(x)).flatten(2).mT
+        x = self.tokens(self.attention(x, x, x, need_weights=False)[0])
+        out: Tensor = self.head(torch.tanh(x).mean(1))
+        return out
+
+
+def batch(seed: int = 0, samples: int = SAMPLES) -> tuple[Tensor, Tensor]:
+    return normal(samples, 1, 4, 4, seed=seed), torch.arange(samples) % 3
+
+
+def captures(model: nn.Module, fisher: Any = "empirical") -> tuple[Capture, Capture]:
+    """Of each sample, and of sums."""
+    layers, measurement = take_inventory(model, []).layers, Measurement(fisher=fisher, seed=0)
+    found = (
+        Capture(model, layers.values(), measurement, statistics_samples=None),
+        Capture(model, layers.values(), measurement, statistics_samples="auto", may_be_summed=True),
+    )
+    for capture in found:
+        capture.arm()
+    return found
+
+
+@pytest.fixture
+def always_summed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever the sizes, and with signs that the tests know."""
+    monkeypatch.setattr(Selection, "in_sums", lambda *_: Sums(COUNT, SIGNS))
+
+
+def gradients_of(captured: LayerBatch | SummedBatch) -> Tensor:
+    """G_n, [K, G, N, d_out, d_in], or those of sums, [1, G, K n, d_out, d_in]."""
+    (rows,) = captured.chunks(10**6)
+    return rows.gradients
+
+
+def in_sums(gradients: Tensor) -> Tensor:
+    """[K, G, N, ...] -> [1, G, K n, ...]."""
+    signed = gradients * SIGNS[:, None, None]
+    parts = [part.sum(dim=2) for part in torch.tensor_split(signed, COUNT, dim=2)]
+    return torch.stack(parts, dim=2).transpose(0, 1).flatten(1, 2)[None]
+
+
+# -- what a sum is -------------------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("always_summed")
+@ALL_FISHERS
+def test_a_sum_is_that_of_its_samples_with_their_signs(fisher: str) -> None:
+    """In every layer, whether it is formed in the backward pass or afterwards (attention)."""
+    model, (x, y) = seeded(Net), batch()
+    each, sums = captures(model, fisher)
+    F.cross_entropy(model(x), y).backward()
+    of_each, of_sums = each.batches(), sums.batches()
+    assert of_sums.keys() == of_each.keys()
+    for name, (own,) in of_sums.items():
+        assert isinstance(own, SummedBatch)
+        assert own.num_terms == SAMPLES
+        assert_close(gradients_of(own), in_sums(gradients_of(of_each[name][0])))
+
+
+@pytest.mark.usefixtures("always_summed")
+@pytest.mark.parametrize("bias", BIASES)
+@pytest.mark.parametrize("kind", [*KINDS, "transposed"])
+def test_of_every_kind_of_layer(kind: str, bias: bool) -> None:
+    def network() -> nn.Sequential:
+        transposed = nn.ConvTranspose2d(2, 4, 3, stride=2, padding=1, output_padding=1, groups=2, bias=bias)
+        layer = transposed if kind == "transposed" else KINDS[kind](bias)[0]
+        with torch.no_grad():
+            size = layer(torch.zeros(1, *shape)).numel()
+        return nn.Sequential(layer, nn.Flatten(), nn.Tanh(), nn.Linear(size, 3))
+
+    shape = (2, 3, 3) if kind == "transposed" else KINDS[kind](bias)[1]
+    model = seeded(network)
+    each, sums = captures(model)
+    F.cross_entropy(model(normal(SAMPLES, *shape)), torch.arange(SAMPLES) % 3).backward()
+    (of_sums,), (of_each,) = sums.batches()["0"], each.batches()["0"]
+    assert isinstance(of_sums, SummedBatch)
+    assert_close(gradients_of(of_sums), in_sums(gradients_of(of_each)))
+
+
+@pytest.mark.usefixtures("always_summed")
+def test_a_layer_that_is_used_twice_adds_up_its_uses() -> None:
+    class Twice(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer, self.head = nn.Linear(4, 4), nn.Linear(4, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            out: Tensor = self.head(self.layer(torch.tanh(self.layer(x))).mean(1))
+            return out
+
+    model = seeded(Twice)
+    each, sums = captures(model)
+    F.cross_entropy(model(normal(SAMPLES, 5, 4)), torch.arange(SAMPLES) % 3).backward()
+    (of_sums,), (of_each,) = sums.batches()["layer"], each.batches()["layer"]
+    assert_close(gradients_of(of_sums), in_sums(gradients_of(of_each)))
+
+
+def test_the_mean_over_all_signs_is_what_each_sample_gives(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Signs add noise but no bias, to the moments and to Theta, for the empirical Fisher, too."""
+    samples = 5
+    model, (x, y) = seeded(Net), batch(samples=samples)
+    moments: dict[str, Any] = {}
+    thetas: dict[str, Any] = {}
+    all_signs = list(itertools.product([1, -1], repeat=samples))
+    for signs in all_signs:
+        monkeypatch.setattr(Selection, "in_sums", lambda *_, s=signs: Sums(2, torch.tensor(s)))
+        each, sums = captures(model)
+        F.cross_entropy(model(x), y).backward()
+        of_each, of_sums = each.batches(), sums.batches()
+        for name, own in of_sums.items():
+            basis = _some_basis(of_each[name])
+            measured = TRACE_RESTRICTED.measure(own, "exact", BUDGET)
+            moments.setdefault(name, []).append(measured)
+            thetas.setdefault(name, []).append(second_moments(own, basis, BUDGET))
+        for capture in (each, sums):
+            capture.disarm()
+    for name, own in of_each.items():
+        expected = TRACE_RESTRICTED.measure(own, "exact", BUDGET)
+        for place, value in enumerate(expected):
+            assert_close(torch.stack([found[place] for found in moments[name]]).mean(0), value)
+        assert_close(torch.stack(thetas[name]).mean(0), second_moments(own, _some_basis(own), BUDGET))
+
+
+def _some_basis(batches: Any) -> Any:
+    from tekfac.curvature.eigenbasis import decompose
+
+    return decompose(TRACE_RESTRICTED.read(TRACE_RESTRICTED.measure(batches, "exact", BUDGET)))
+
+
+# -- when, and how many --------------------------------------------------------------------------------
+
+
+def test_samples_are_summed_where_that_saves_something() -> None:
+    wide = LayerShape("layer", (64, 64, 3, 3), has_bias=False)  # 64 x 576
+    assert wanted_sums(128, 64, wide, 0) == SUMS
+    assert wanted_sums(128, 64, wide, 2.0) == SUMS / 2
+    assert wanted_sums(128, 64, wide, 39.0) == FEWEST_SUMS
+    assert wanted_sums(SUMS, 64, wide, 0) is None  # each is a sum
+    assert wanted_sums(FEWEST_SUMS + 1, 64, wide, 39.0) == FEWEST_SUMS
+    assert wanted_sums(FEWEST_SUMS * 64, 1, wide, 39.0) is None  # rows are no more than those of the sums
+    assert wanted_sums(FEWEST_SUMS * 64 + 1, 1, wide, 39.0) == FEWEST_SUMS
+
+
+def test_signs_are_the_same_for_all_layers_and_fair() -> None:
+    shape = LayerShape("layer", (3, 4), has_bias=False)
+    total = torch.zeros(200)
+    for seed in range(50):
+        chosen = Selection("auto", torch.ones(200, 1, dtype=torch.bool), Sampling(seed))
+        first, second = chosen.in_sums(50, shape, 1.0), chosen.in_sums(40, shape, 9.0)
+        assert first is not None
+        assert second is not None
+        assert first.signs is second.signs
+        assert set(first.signs.tolist()) == {1, -1}
+        total += first.signs
+    assert total.abs().max() < 5 * 50**0.5
+    assert total.mean().abs() < 5 * (50 * 200) ** 0.5 / 200
+
+
+@pytest.mark.parametrize("sharing", ["expand", "reduce"])
+def test_other_sharings_and_tables_are_measured_by_sample(sharing: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise AssertionError("a table, or a layer that needs rows, was summed")
+
+    monkeypatch.setattr(Selection, "in_sums", refuse)
+    model = seeded(Net)
+    train(model, TEKFAC(model, sharing=sharing, factors_every=1, basis_every=1), [batch(), batch(1)])
+    table = seeded(lambda: nn.Sequential(nn.Embedding(9, 4), nn.Flatten(), nn.Tanh()))
+    capture = captures(table)[1]
+    table(torch.arange(21).reshape(7, 3) % 9).square().mean().backward()
+    assert isinstance(capture.batches()["0"][0], LayerBatch)
+
+
+# -- in an optimizer -----------------------------------------------------------------------------------
+
+
+def run(stop: int | None, monkeypatch: pytest.MonkeyPatch, **settings: Any) -> Any:
+    """Six steps with sums; from `stop` on by another optimizer, which is given the state."""
+    monkeypatch.setattr(selection, "SUMS", 4)
+    monkeypatch.setattr(selection, "FEWEST_SUMS", 2)
+    model = seeded(Net)
+    every = {"factors_every": 2, "basis_every": 2, "rescaling_every": 1}
+    settings = {"lr": 0.01, "seed": 3, **every, **settings}
+    optimizer = TEKFAC(model, **settings)
+    for step in range(6):
+        if step == stop:
+            state, model_state = optimizer.state_dict(), model.state_dict()
+            model = seeded(Net)
+            model.load_state_dict(model_state)
+            optimizer = TEKFAC(model, **{**settings, "seed": 99})
+            optimizer.load_state_dict(state)
+        train(model, optimizer, [batch(step, samples=9)])
+    return everything(model, optimizer)
+
+
+@pytest.mark.parametrize("fisher", ["empirical", "sampled"])
+@pytest.mark.parametrize("stop", [1, 3, 4])
+def test_a_resumed_run_draws_the_same_signs(stop: int, fisher: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = run(None, monkeypatch, fisher=fisher)
+    choosing = whole["optimizer"]["param_groups"][0]["tekfac"]["choosing"]["state"]
+    assert not torch.equal(choosing, torch.Generator().manual_seed(4).get_state())  # some were drawn
+    assert_identical(run(stop, monkeypatch, fisher=fisher), whole)
+
+
+@pytest.mark.usefixtures("always_summed")
+def test_micro_batches_are_sums_of_their_own() -> None:
+    model = seeded(Net)
+    each, sums = captures(model)
+    for seed in range(2):
+        x, y = batch(seed)
+        F.cross_entropy(model(x), y).div(2).backward()
+    for name, own in sums.batches().items():
+        assert len(own) == 2
+        for of_sums, of_each in zip(own, each.batches()[name], strict=True):
+            assert_close(gradients_of(of_sums), in_sums(gradients_of(of_each)))
+
+
+@pytest.mark.usefixtures("always_summed")
+@pytest.mark.parametrize("freeze", [True, False])
+def test_a_bias_that_is_frozen_or_unfrozen_before_the_step(freeze: bool) -> None:
+    """Its column is left out; where it is missing, the layer waits for the next measurement."""
+    model = seeded(Net)
+    bias = model.convolution.bias
+    assert bias is not None
+    bias.requires_grad_(freeze)
+    optimizer = TEKFAC(model, lr=0.01, factors_every=1, basis_every=1, fisher="empirical")
+    for seed in range(2):
+        x, y = batch(seed)
+        optimizer.zero_grad()
+        F.cross_entropy(model(x), y).backward()
+        if seed == 0:
+            bias.requires_grad_(not freeze)
+        optimizer.step()
+    assert optimizer.curvature["convolution"].basis.vectors_in.shape[-1] == (4 if freeze else 5)
+
+
+@pytest.mark.usefixtures("always_summed")
+def test_under_autocast_sums_are_formed_in_full_precision() -> None:
+    model = seeded(Net).float()
+    each, sums = captures(model)
+    x, y = batch()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        loss = F.cross_entropy(model(x.float()), y)
+        loss.backward()
+    for name, (own,) in sums.batches().items():
+        found, expected = gradients_of(own), in_sums(gradients_of(each.batches()[name][0]))
+        assert found.dtype == torch.float32
+        assert_close(found.double(), expected.double(), rtol=1e-4)
+
+
+@pytest.mark.usefixtures("always_summed")
+def test_the_empirical_fisher_keeps_no_input_when_its_sum_is_formed() -> None:
+    model, (x, y) = seeded(Net), batch()
+    _, sums = captures(model)
+    loss = F.cross_entropy(model(x), y)
+    loss.backward()
+    (passed,) = sums._unfinished
+    kept = {noted.watched.name: bool(noted.call.kept) for noted in passed.calls}
+    assert not kept["convolution"]
+    assert not kept["tokens"]
