@@ -43,18 +43,26 @@ def test_the_share_outside_of_the_diagonal_decides(noise: float) -> None:
     basis = torch.linalg.eigh(matrix)[1]
     changed = matrix + noise * positive(1, DIM, seed=1)
     share = off_diagonal_share(changed[0], basis[0])
-    assert symmetric.nearly_diagonal(changed, basis, 0.99 * share) is None
-    values = symmetric.nearly_diagonal(changed, basis, 1.01 * share)
-    assert values is not None
-    assert_close(values[0], (basis[0].T @ changed[0] @ basis[0]).diagonal())
+    along = symmetric.Along.of(changed, basis)
+    assert_close(along.off_diagonal[0], share, 1e-6)
+    assert_close(along.values[0], (basis[0].T @ changed[0] @ basis[0]).diagonal())
+    assert_close(along.product, changed @ basis)
+    factors = KroneckerFactors(changed, matrix, torch.ones(1).double())
+    before = decompose(factors._replace(input=matrix))
+    assert decompose(factors, before, 0.99 * share).vectors_in is not before.vectors_in
+    assert decompose(factors, before, 1.01 * share).vectors_in is before.vectors_in
 
 
 def test_every_group_has_to_be_nearly_diagonal() -> None:
     matrix = positive(3, DIM)
     basis = torch.linalg.eigh(matrix)[1]
-    assert symmetric.nearly_diagonal(matrix, basis, 1e-6) is not None
+    one = torch.ones(3).double()
+    before = decompose(KroneckerFactors(matrix, matrix, one))
     matrix[1] = positive(DIM, seed=4)
-    assert symmetric.nearly_diagonal(matrix, basis, 0.1) is None
+    after = decompose(KroneckerFactors(matrix, matrix, one), before, 0.1)
+    assert after.vectors_in is not before.vectors_in
+    small = symmetric.Along.of(matrix, basis).off_diagonal < 1e-6
+    assert small.tolist() == [True, False, True]
 
 
 @pytest.mark.parametrize("size", [4, 5, 7])
@@ -62,9 +70,7 @@ def test_blocks_are_looked_at_like_the_whole(size: int) -> None:
     rows = normal(2, 1, 40, DIM)
     matrix = symmetric.sum_of_products(rows, rows, size)
     values, vectors = symmetric.eigen(matrix)
-    found = symmetric.nearly_diagonal(matrix, vectors, 1e-6)
-    assert found is not None
-    assert_close(found, values)
+    assert_close(symmetric.Along.of(matrix, vectors).values, values)
     other = symmetric.sum_of_products(normal(2, 1, 40, DIM, seed=1), normal(2, 1, 40, DIM, seed=1), size)
     dense = torch.zeros(DIM, DIM).double()
     turn = torch.zeros(DIM, DIM).double()
@@ -73,9 +79,7 @@ def test_blocks_are_looked_at_like_the_whole(size: int) -> None:
         width = part.stop - part.start
         dense[part, part], turn[part, part] = other[0, part, :width], vectors[0, part, :width]
     share = off_diagonal_share(dense, turn)
-    one, q = other[:1], vectors[:1]
-    assert symmetric.nearly_diagonal(one, q, 0.99 * share) is None
-    assert symmetric.nearly_diagonal(one, q, 1.01 * share) is not None
+    assert_close(symmetric.Along.of(other[:1], vectors[:1]).off_diagonal[0], share, 1e-6)
 
 
 def test_each_side_is_kept_by_itself() -> None:
@@ -114,8 +118,8 @@ def test_with_the_same_batch_the_basis_stays_and_so_does_the_block(method: type[
 
 def test_a_zero_renews_it_every_time(monkeypatch: pytest.MonkeyPatch) -> None:
     looks = []
-    monkeypatch.setattr(symmetric, "nearly_diagonal", lambda *arguments: looks.append(arguments))
-    run(TEKFAC, vectors(3, samples=20), basis_tolerance=0.0)
+    monkeypatch.setattr(symmetric.Along, "of", lambda *arguments: looks.append(arguments))
+    run(TEKFAC, vectors(3, samples=20), basis_tolerance=0.0, track_basis=False)
     assert not looks
 
 

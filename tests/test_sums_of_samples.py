@@ -200,7 +200,7 @@ def test_signs_are_the_same_for_all_layers_and_fair() -> None:
 
 
 @pytest.mark.parametrize("sharing", ["expand", "reduce"])
-def test_other_sharings_and_tables_are_measured_by_sample(sharing: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_sharings_and_tables_are_not_summed(sharing: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: object) -> None:
         raise AssertionError("a table, or a layer that needs rows, was summed")
 

@@ -116,6 +116,7 @@ def paper_settings(method: Method) -> Mapping[str, Any]:
         "turns": False,
         "max_dim": DEFAULT_MAX_DIM,
         "basis_tolerance": 0.0,
+        "track_basis": False,
         "first_order": "all norms",
         "sharing": "expand",
         "kl_clip": None,

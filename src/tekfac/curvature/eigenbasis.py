@@ -55,12 +55,18 @@ class Eigenbasis(NamedTuple):
         return symmetric.out_of(self.vectors_in, symmetric.out_of(self.vectors_out, matrix.mT).mT)
 
 
+WORTH_TRACKING = 128
+"""Dimensions from which an iteration takes less than a decomposition."""
+
+TRACKED = 0.3
+"""The off-diagonal part's share up to which an iteration will do."""
+
 WORTH_A_LOOK = 32
 """Dimensions from which it takes less time to see whether old eigenvectors still do than to find new ones."""
 
 
 def decompose(
-    factors: KroneckerFactors, before: Eigenbasis | None = None, tolerance: float = 0.0
+    factors: KroneckerFactors, before: Eigenbasis | None = None, tolerance: float = 0.0, *, track: bool = False
 ) -> Eigenbasis:
     """The eigenbasis of the factors.
 
@@ -68,22 +74,29 @@ def decompose(
         factors: to be decomposed.
         before: the basis so far; a side keeps its vectors while they still make its factor nearly diagonal.
         tolerance: how nearly: the off-diagonal part's share of the Frobenius norm; 0 keeps nothing.
+        track: whether a basis that is nearly right is improved, by an iteration, instead of computed anew.
 
     Raises:
         DecompositionError: if a factor defeats every attempt of `symmetric.symmetric_eigen`.
     """
     old_in, old_out = (None, None) if before is None else (before.vectors_in, before.vectors_out)
-    values_in, vectors_in = _side(factors.input, old_in, tolerance)
-    values_out, vectors_out = _side(factors.output, old_out, tolerance)
+    values_in, vectors_in = _side(factors.input, old_in, tolerance, track)
+    values_out, vectors_out = _side(factors.output, old_out, tolerance, track)
     return Eigenbasis(vectors_in, vectors_out, values_in, values_out, factors.scale)
 
 
-def _side(factor: Tensor, old: Tensor | None, tolerance: float) -> tuple[Tensor, Tensor]:
+def _side(factor: Tensor, old: Tensor | None, tolerance: float, track: bool) -> tuple[Tensor, Tensor]:
     """Eigenvalues and eigenvectors of one factor."""
-    if old is not None and tolerance > 0 and factor.shape[-1] >= WORTH_A_LOOK:
-        values = symmetric.nearly_diagonal(factor, old, tolerance)
-        if values is not None:
-            return values, old
+    track = track and factor.shape[-1] >= WORTH_TRACKING
+    if old is None or factor.shape[-1] < WORTH_A_LOOK or not (track or tolerance):
+        return symmetric.eigen(factor)
+    along = symmetric.Along.of(factor, old)
+    if bool((along.off_diagonal <= tolerance).all()):
+        return along.values, old
+    if track and bool((along.off_diagonal <= TRACKED).all()):
+        vectors = symmetric.iterated(old, along)
+        if vectors is not None:
+            return symmetric.Along.of(factor, vectors).values, vectors
     return symmetric.eigen(factor)
 
 

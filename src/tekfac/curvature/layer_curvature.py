@@ -32,6 +32,7 @@ class Recipe:
         factor_decay: weight of the past in the moments.
         rescaling_decay: weight of the past in Theta.
         basis_tolerance: how nearly diagonal a factor must be in the basis so far for it to be kept.
+        track_basis: whether a basis that is nearly right is improved by an iteration.
         averaging: "moments" keeps raw moments and normalises when read; "factors" averages the
             normalised factors, as the paper prints it.
         memory_budget: bytes of working memory for one layer's rows.
@@ -45,6 +46,7 @@ class Recipe:
     averaging: str
     memory_budget: int
     basis_tolerance: float = 0.0
+    track_basis: bool = False
 
     @property
     def needs_only_gradients(self) -> bool:
@@ -114,7 +116,7 @@ def refreshed(
         with Phase("eigh"):
             factors = recipe.factors.read(moments.values)
             try:
-                new_basis = decompose(factors, basis, recipe.basis_tolerance)
+                new_basis = decompose(factors, basis, recipe.basis_tolerance, track=recipe.track_basis)
             except DecompositionError:
                 failures += 1
                 new_basis = basis or standard_basis(factors)

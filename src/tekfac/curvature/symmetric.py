@@ -13,12 +13,19 @@ from __future__ import annotations
 
 import logging
 import math
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 logger = logging.getLogger("tekfac")
+
+SHIFT = 1e-3
+"""Of the largest eigenvalue, added to all of them in an iteration, so that null vectors stay where they are."""
+
+LEAST_KEPT = 0.1
+"""Of a vector's length that has to be orthogonal to those before it: else float32 would not do."""
 
 JITTERS = (1e-6, 1e-4, 1e-2)
 """Multiples of the mean eigenvalue that are tried, in turn, on the diagonal of a stubborn matrix."""
@@ -100,18 +107,61 @@ def eigen(matrix: Tensor) -> tuple[Tensor, Tensor]:
     return torch.cat([values.flatten(1), last_values], dim=1), all_vectors
 
 
-def nearly_diagonal(matrix: Tensor, vectors: Tensor, tolerance: float) -> Tensor | None:
-    """Eigenvalues [G, d] along given vectors Q, if Q^T M Q is diagonal but for a small part; None if not.
+class Along(NamedTuple):
+    """A matrix M along given orthonormal vectors Q.
 
-    That is, if the off-diagonal part has at most `tolerance` times the Frobenius norm, in every group. One
-    product tells: the norm of Q^T M Q is that of M. In float32 a tolerance below 1e-3 is beyond rounding.
+    Attributes:
+        product: M Q, in their form.
+        values: the diagonal of Q^T M Q, [G, d], not negative.
+        off_diagonal: the off-diagonal part's share of the Frobenius norm of Q^T M Q, [G]. That is the norm of
+            M, so that no other product is needed. In float32 a share below 1e-3 is rounding.
     """
-    along = _times(matrix, vectors).mul_(vectors)
-    _, dim, size = matrix.shape
-    values = along.sum(-2) if size == dim else _to_blocks(along).sum(-2).flatten(1)[:, :dim]
-    whole = torch.linalg.vector_norm(matrix, dim=(1, 2))
-    small = 1 - (values / whole[:, None]).square().sum(1) <= tolerance**2
-    return values.clamp_min(0) if bool(small.all()) else None
+
+    product: Tensor
+    values: Tensor
+    off_diagonal: Tensor
+
+    @classmethod
+    def of(cls, matrix: Tensor, vectors: Tensor) -> Along:
+        """Look at a matrix."""
+        _, dim, size = matrix.shape
+        product = _times(matrix, vectors)
+        diagonal = product * vectors
+        values = diagonal.sum(-2) if size == dim else _to_blocks(diagonal).sum(-2).flatten(1)[:, :dim]
+        whole = torch.linalg.vector_norm(matrix, dim=(1, 2))
+        share = (1 - (values / whole[:, None]).square().sum(1)).clamp_min(0).sqrt()
+        return cls(product, values.clamp_min(0), share)
+
+
+def iterated(vectors: Tensor, along: Along) -> Tensor | None:
+    """Better eigenvectors: one step of orthogonal iteration, Q R = (M + shift) Q, each vector in its place.
+
+    The vectors are orthogonalised from the largest eigenvalue down to the smallest. By Cholesky's decomposition
+    of their products that takes two products of matrices and little more. It is exact enough where they are
+    nearly orthogonal, which the decomposition shows.
+
+    Returns:
+        The vectors, in their form; None where the steps are too large for that, or the matrix is zero.
+    """
+    _, dim, size = vectors.shape
+    tops = along.values.amax(dim=1)[:, None, None]
+    moved = along.product + SHIFT * tops * vectors
+    values = along.values
+    if size < dim:
+        moved, values = _to_blocks(moved), _cut(values, size)
+    order = values.argsort(dim=-1, descending=True)[..., None, :].expand_as(moved)
+    moved = moved.gather(-1, order)
+    lengths = torch.linalg.vector_norm(moved, dim=-2, keepdim=True)
+    moved = moved / lengths.clamp_min(torch.finfo(moved.dtype).tiny)
+    grams = moved.mT @ moved
+    grams.diagonal(dim1=-2, dim2=-1).clamp_min_(1)  # of vectors that only fill up the last block, too
+    lower, failed = torch.linalg.cholesky_ex(grams)
+    kept = lower.diagonal(dim1=-2, dim2=-1)
+    if not bool((kept > LEAST_KEPT).all() & (failed == 0).all() & (tops > 0).all()):
+        return None
+    turned = torch.linalg.solve_triangular(lower.mT, moved, upper=True, left=False)
+    found = torch.empty_like(turned).scatter_(-1, order, turned)
+    return found if size == dim else _to_rows(found, dim)
 
 
 def _times(matrix: Tensor, vectors: Tensor) -> Tensor:

@@ -71,6 +71,7 @@ class NaturalGradient(Optimizer):
         averaging: Averaging | None = None,
         turns: bool | Literal["auto"] = "auto",
         basis_tolerance: float = DEFAULT_BASIS_TOLERANCE,
+        track_basis: bool = True,
         # its measurement
         fisher: FisherKind = "sampled",
         statistics_samples: StatisticsSamples = "auto",
@@ -119,7 +120,9 @@ class NaturalGradient(Optimizer):
                 step takes much longer than another; "auto": where that costs nothing more (the empirical
                 Fisher, on the CPU, of a model that is neither compiled nor tiny).
             basis_tolerance: how much of a factor may lie outside of the diagonal, as a share of its norm,
-                before the eigenbasis is computed anew; 0: it is at every refresh.
+                before the eigenbasis is renewed; 0: it is at every refresh.
+            track_basis: whether to renew an eigenbasis that is nearly right by one orthogonal iteration, which
+                takes less time than a decomposition.
             fisher: "sampled" labels (from the model's own prediction), "empirical" or "exact".
             statistics_samples: of each batch, drawn at random, that curvature is measured on; None: all;
                 "auto": all where a layer uses its weights once per sample, else as many as ranks ask for.
@@ -165,6 +168,7 @@ class NaturalGradient(Optimizer):
             averaging=settings.averaging,
             memory_budget=settings.memory_budget,
             basis_tolerance=settings.basis_tolerance,
+            track_basis=settings.track_basis,
         )
         self._model_layers = ModelLayers(name, model, settings)
         self._network = NetworkCurvature(self._layers, recipe)

@@ -69,6 +69,7 @@ class Settings(Measurement):
     statistics_samples: StatisticsSamples = "auto"
     turns: bool | Literal["auto"] = "auto"
     basis_tolerance: float = DEFAULT_BASIS_TOLERANCE
+    track_basis: bool = True
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -86,6 +87,8 @@ class Settings(Measurement):
             _require_positive("first_order_lr", self.first_order_lr, "a positive number")
         if self.turns != AUTO and not isinstance(self.turns, bool):
             raise ValueError(f"Invalid turns: {self.turns!r}. Expected True, False or 'auto'.")
+        if not isinstance(self.track_basis, bool):
+            raise ValueError(f"Invalid track_basis: {self.track_basis!r}. Expected True or False.")
         tolerance = self.basis_tolerance
         if not _is_number(tolerance) or not 0 <= tolerance < 1:
             raise ValueError(
