@@ -13,7 +13,6 @@ import math
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from types import MappingProxyType
 from typing import NamedTuple
 
@@ -27,10 +26,10 @@ from tekfac.capture.module_calls import ModuleCall, is_unclear, versions
 from tekfac.capture.sample_axis import InseparableError, SampleAxis, divided_into, samples_first
 from tekfac.capture.sampling import Sampling
 from tekfac.capture.selection import Selection, StatisticsSamples
+from tekfac.capture.taking import clear_layer, settle, take_samples, take_sums
 from tekfac.common.phases import Phase
-from tekfac.common.precision import without_autocast
 from tekfac.layers.batch import CapturedBatch, LayerBatch, PassContext, SummedBatch, Sums
-from tekfac.layers.kinds.base import Application, Call, RepetitionError, RowForm, SimpleKind, Take
+from tekfac.layers.kinds.base import Application, RepetitionError
 from tekfac.layers.layer import Layer
 from tekfac.likelihoods import Prediction, as_likelihood
 
@@ -279,7 +278,7 @@ class Capture:
         passed = _Pass(calls, axis, context, selection)
         if fisher == "empirical" and arrival.adds_up and descent.will_run():
             for noted in calls:
-                self._settle(noted)
+                settle(noted)
             descent.wait(arrival.gradient)
             self._unfinished.append(passed)
         else:
@@ -287,34 +286,15 @@ class Capture:
             self._keep(passed)
 
     def _select_early(self, noted: ModuleCall, samples: int, selection: Selection) -> None:
-        """Keep only the samples of a call that are measured, where samples are its first axis for sure."""
-        watched, call, kind = noted.watched, noted.call, noted.watched.kind
-        if not isinstance(kind, SimpleKind) or versions(call.kept) != call.versions:
+        """Keep only what is measured of a call, where samples are its first axis for sure."""
+        layer = clear_layer(noted, samples)
+        if layer is None:
             return
-        if call.kept.keys() != {"input"}:  # of a kind of the user's own, which keeps what we do not know
-            return
-        inputs = call.kept["input"]
-        if len(inputs) != samples or kind.form(watched.module).is_unbatched(inputs):
-            return
-        (layer,) = watched.layers.values()
-        if layer.is_tied:
-            return
-        chosen = self._chosen(selection, layer, math.prod(call.shapes[0]), samples)
+        chosen = self._chosen(selection, layer, math.prod(noted.call.shapes[0]), samples)
         if isinstance(chosen, Sums):
-            once = self._measurement.fisher == "empirical"
-            call.take = _adding(call, layer, kind.form(watched.module), chosen, once=once)
-            call.is_summed = True
+            take_sums(noted, layer, chosen, once=self._measurement.fisher == "empirical")
         elif chosen is not None:
-            call.kept = kind.part(watched.module, call.kept, chosen, call.dtype)
-            call.rows, call.versions = chosen, versions(call.kept)
-            call.take = partial(torch.index_select, dim=0, index=chosen)
-
-    def _settle(self, noted: ModuleCall) -> None:
-        """Make what is kept of a call independent of the mode that its module will have at the next step."""
-        watched, call, kind = noted.watched, noted.call, noted.watched.kind
-        if isinstance(kind, SimpleKind) and call.rows is None and versions(call.kept) == call.versions:
-            call.kept = kind.settled(watched.module, call.kept, call.dtype)
-            call.versions = versions(call.kept)
+            take_samples(noted, chosen)
 
     def _chosen(self, selection: Selection, layer: Layer, outputs: int, samples: int) -> Tensor | Sums | None:
         """What to measure of a layer that gave so many outputs for so many samples; None for all."""
@@ -493,16 +473,3 @@ class Capture:
         if message not in self._warned:
             self._warned.add(message)
             logger.warning("%s", message[0].upper() + message[1:] + ("" if message.endswith("?") else "."))
-
-
-def _adding(call: Call, layer: Layer, form: RowForm, sums: Sums, *, once: bool) -> Take:
-    """What forms the gradients of sums of samples where a gradient arrives, once or for every vector."""
-
-    def take(gradient: Tensor) -> Tensor:
-        inputs = call.kept["input"]
-        if once:
-            call.kept = {}
-        with Phase("factors"), torch.no_grad(), without_autocast(gradient.device):
-            return sums.of(layer, form, inputs, gradient[None])
-
-    return take

@@ -1,0 +1,73 @@
+"""What is taken of a call where its gradients arrive: all, those of some samples, or those of sums of samples.
+
+What is not measured is never kept. That takes a call whose first axis holds the samples for sure; other calls
+are kept whole, and what is measured is picked out when all is known (capture.py).
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from tekfac.capture.module_calls import ModuleCall, versions
+from tekfac.common.phases import Phase
+from tekfac.common.precision import without_autocast
+from tekfac.layers.batch import Sums
+from tekfac.layers.kinds.base import SimpleKind
+from tekfac.layers.layer import Layer
+
+
+def clear_layer(noted: ModuleCall, samples: int) -> Layer | None:
+    """The layer that a call belongs to, if so many samples are the first axis of what is kept of the call."""
+    watched, call, kind = noted.watched, noted.call, noted.watched.kind
+    if not isinstance(kind, SimpleKind) or versions(call.kept) != call.versions:
+        return None
+    if call.kept.keys() != {"input"}:  # of a kind of the user's own, which keeps what we do not know
+        return None
+    inputs = call.kept["input"]
+    if len(inputs) != samples or kind.form(watched.module).is_unbatched(inputs):
+        return None
+    (layer,) = watched.layers.values()
+    return None if layer.is_tied else layer
+
+
+def take_samples(noted: ModuleCall, chosen: Tensor) -> None:
+    """Keep some samples of a call alone, by their numbers."""
+    call, kind = noted.call, noted.watched.kind
+    assert isinstance(kind, SimpleKind)
+    call.kept = kind.part(noted.watched.module, call.kept, chosen, call.dtype)
+    call.rows, call.versions = chosen, versions(call.kept)
+    call.take = partial(torch.index_select, dim=0, index=chosen)
+
+
+def take_sums(noted: ModuleCall, layer: Layer, sums: Sums, *, once: bool) -> None:
+    """Form the gradients of sums of samples where a gradient arrives, and keep nothing else.
+
+    Args:
+        noted: the call.
+        layer: that it belongs to.
+        sums: of its samples.
+        once: whether there is one vector only, so that inputs can be let go of when it has arrived.
+    """
+    call, kind = noted.call, noted.watched.kind
+    assert isinstance(kind, SimpleKind)
+    form = kind.form(noted.watched.module)
+
+    def take(gradient: Tensor) -> Tensor:
+        inputs = call.kept["input"]
+        if once:
+            call.kept = {}
+        with Phase("factors"), torch.no_grad(), without_autocast(gradient.device):
+            return sums.of(layer, form, inputs, gradient[None])
+
+    call.take, call.is_summed = take, True
+
+
+def settle(noted: ModuleCall) -> None:
+    """Make what is kept of a call independent of the mode that its module will have at the next step."""
+    watched, call, kind = noted.watched, noted.call, noted.watched.kind
+    if isinstance(kind, SimpleKind) and call.rows is None and versions(call.kept) == call.versions:
+        call.kept = kind.settled(watched.module, call.kept, call.dtype)
+        call.versions = versions(call.kept)
