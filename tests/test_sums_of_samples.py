@@ -17,7 +17,7 @@ from tekfac.capture import selection
 from tekfac.capture.capture import Capture
 from tekfac.capture.measurement import Measurement
 from tekfac.capture.sampling import Sampling
-from tekfac.capture.selection import FEWEST_SUMS, SUMS, Selection, wanted_sums
+from tekfac.capture.selection import FEWEST_SUMS, ROOM, SUMS, Selection, can_be_summed, wanted_sums
 from tekfac.curvature.factors import TRACE_RESTRICTED
 from tekfac.curvature.rescaling import second_moments
 from tekfac.layers.batch import LayerBatch, SummedBatch, Sums
@@ -182,6 +182,14 @@ def test_samples_are_summed_where_that_saves_something() -> None:
     assert wanted_sums(FEWEST_SUMS + 1, 64, wide, 39.0) == FEWEST_SUMS
     assert wanted_sums(FEWEST_SUMS * 64, 1, wide, 39.0) is None  # rows are no more than those of the sums
     assert wanted_sums(FEWEST_SUMS * 64 + 1, 1, wide, 39.0) == FEWEST_SUMS
+
+
+def test_sums_are_no_more_than_there_is_room_for() -> None:
+    some = LayerShape("layer", (256, 256, 3, 3), has_bias=False)
+    assert wanted_sums(128, 64, some, 0) == ROOM // (256 * 256 * 9)
+    assert can_be_summed(some)
+    assert not can_be_summed(LayerShape("layer", (512, 512, 3, 3), has_bias=False))
+    assert not can_be_summed(LayerShape("norm", (8,), True, layout="units"))
 
 
 def test_signs_are_the_same_for_all_layers_and_fair() -> None:

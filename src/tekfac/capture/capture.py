@@ -25,7 +25,7 @@ from tekfac.capture.measurement import Measurement
 from tekfac.capture.module_calls import ModuleCall, is_unclear, versions
 from tekfac.capture.sample_axis import InseparableError, SampleAxis, divided_into, samples_first
 from tekfac.capture.sampling import Sampling
-from tekfac.capture.selection import Selection, StatisticsSamples
+from tekfac.capture.selection import Selection, StatisticsSamples, can_be_summed
 from tekfac.capture.taking import clear_layer, settle, take_samples, take_sums
 from tekfac.common.phases import Phase
 from tekfac.layers.batch import CapturedBatch, LayerBatch, PassContext, SummedBatch, Sums
@@ -300,7 +300,7 @@ class Capture:
         """What to measure of a layer that gave so many outputs for so many samples; None for all."""
         positions = outputs // (samples * layer.shape.groups * layer.shape.d_out)
         measurements = self._measurements.get(layer.name, 0)
-        if self._may_be_summed and not layer.is_table and layer.shape.layout != "units":
+        if self._may_be_summed and not layer.is_table and can_be_summed(layer.shape):
             return selection.in_sums(positions, layer.shape, measurements)
         return selection.of(positions, layer.shape, measurements)
 

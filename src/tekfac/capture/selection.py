@@ -37,6 +37,9 @@ SUMS = 64
 FEWEST_SUMS = 16
 """In one measurement."""
 
+ROOM = 2**24
+"""Numbers in the gradients of a layer's sums, at most: they are all there at a time."""
+
 TERMS = 2400
 """Of the loss, in a running average: each is a label of its own, and their gradients are heavy-tailed."""
 
@@ -67,6 +70,11 @@ def wanted(
     return max(FEWEST, by_terms, math.ceil(COVER * side / rank / measurements))
 
 
+def can_be_summed(shape: LayerShape) -> bool:
+    """Whether there is room for the gradients of a few sums; norms need none."""
+    return shape.layout != "units" and FEWEST_SUMS * shape.size <= ROOM
+
+
 def wanted_sums(samples: int, positions: int, shape: LayerShape, measurements: float) -> int | None:
     """How many sums the samples of a batch are put together to, for a layer; None: each is measured by itself.
 
@@ -78,7 +86,7 @@ def wanted_sums(samples: int, positions: int, shape: LayerShape, measurements: f
         shape: of the layer.
         measurements: as many as the running average that they enter holds so far.
     """
-    count = max(FEWEST_SUMS, math.ceil(SUMS / max(1.0, measurements)))
+    count = max(FEWEST_SUMS, min(math.ceil(SUMS / max(1.0, measurements)), ROOM // shape.size))
     is_few = samples * positions <= count * min(shape.d_in, shape.d_out)
     return None if is_few or count >= samples else count
 
