@@ -17,7 +17,7 @@ from tekfac.capture import selection
 from tekfac.capture.capture import Capture
 from tekfac.capture.measurement import Measurement
 from tekfac.capture.sampling import Sampling
-from tekfac.capture.selection import FEWEST_SUMS, ROOM, SUMS, Selection, can_be_summed, wanted_sums
+from tekfac.capture.selection import FEWEST, FEWEST_SUMS, ROOM, SUMS, Selection, can_be_summed, wanted_sums
 from tekfac.curvature.factors import TRACE_RESTRICTED
 from tekfac.curvature.rescaling import second_moments
 from tekfac.layers.batch import LayerBatch, SummedBatch, Sums
@@ -178,18 +178,29 @@ def test_samples_are_summed_where_that_saves_something() -> None:
     assert wanted_sums(128, 64, wide, 0) == SUMS
     assert wanted_sums(128, 64, wide, 2.0) == SUMS / 2
     assert wanted_sums(128, 64, wide, 39.0) == FEWEST_SUMS
-    assert wanted_sums(SUMS, 64, wide, 0) is None  # each is a sum
-    assert wanted_sums(FEWEST_SUMS + 1, 64, wide, 39.0) == FEWEST_SUMS
     assert wanted_sums(FEWEST_SUMS * 64, 1, wide, 39.0) is None  # rows are no more than those of the sums
     assert wanted_sums(FEWEST_SUMS * 64 + 1, 1, wide, 39.0) == FEWEST_SUMS
 
 
 def test_sums_are_no_more_than_there_is_room_for() -> None:
-    some = LayerShape("layer", (256, 256, 3, 3), has_bias=False)
-    assert wanted_sums(128, 64, some, 0) == ROOM // (256 * 256 * 9)
+    some = LayerShape("layer", (192, 192, 3, 3), has_bias=False)
+    assert FEWEST_SUMS < ROOM // (192 * 192 * 9) < SUMS
+    assert wanted_sums(128, 256, some, 0) == ROOM // (192 * 192 * 9)
     assert can_be_summed(some)
     assert not can_be_summed(LayerShape("layer", (512, 512, 3, 3), has_bias=False))
     assert not can_be_summed(LayerShape("norm", (8,), True, layout="units"))
+
+
+def test_few_samples_with_many_terms_are_chosen_from() -> None:
+    """Where every sample would be a sum, some of them will do if they have labels enough."""
+    shape, terms = LayerShape("layer", (8, 8), has_bias=False), 1000
+    chosen = Selection("auto", torch.ones(FEWEST_SUMS, terms, dtype=torch.bool), Sampling(0))
+    assert chosen.in_sums(terms, shape, 0) is None
+    rows = chosen.in_sums(terms, shape, 30.0)
+    assert isinstance(rows, Tensor)
+    assert len(rows) == FEWEST
+    more = Selection("auto", torch.ones(FEWEST_SUMS + 1, terms, dtype=torch.bool), Sampling(0))
+    assert isinstance(more.in_sums(terms, shape, 30.0), Sums)
 
 
 def test_signs_are_the_same_for_all_layers_and_fair() -> None:
@@ -198,8 +209,8 @@ def test_signs_are_the_same_for_all_layers_and_fair() -> None:
     for seed in range(50):
         chosen = Selection("auto", torch.ones(200, 1, dtype=torch.bool), Sampling(seed))
         first, second = chosen.in_sums(50, shape, 1.0), chosen.in_sums(40, shape, 9.0)
-        assert first is not None
-        assert second is not None
+        assert isinstance(first, Sums)
+        assert isinstance(second, Sums)
         assert first.signs is second.signs
         assert set(first.signs.tolist()) == {1, -1}
         total += first.signs

@@ -34,7 +34,7 @@ COVER = 16
 SUMS = 64
 """In a running average, at least, where samples are put together."""
 
-FEWEST_SUMS = 16
+FEWEST_SUMS = 32
 """In one measurement."""
 
 ROOM = 2**24
@@ -87,8 +87,7 @@ def wanted_sums(samples: int, positions: int, shape: LayerShape, measurements: f
         measurements: as many as the running average that they enter holds so far.
     """
     count = max(FEWEST_SUMS, min(math.ceil(SUMS / max(1.0, measurements)), ROOM // shape.size))
-    is_few = samples * positions <= count * min(shape.d_in, shape.d_out)
-    return None if is_few or count >= samples else count
+    return None if samples * positions <= count * min(shape.d_in, shape.d_out) else count
 
 
 class Selection:
@@ -132,8 +131,8 @@ class Selection:
             self._order = self._candidates.nonzero()[:, 0][order]
         return self._order[: int(count)].sort().values
 
-    def in_sums(self, positions: int, shape: LayerShape, measurements: float) -> Sums | None:
-        """How the samples are put together for a layer; None: each is measured by itself.
+    def in_sums(self, positions: int, shape: LayerShape, measurements: float) -> Tensor | Sums | None:
+        """How the samples are put together for a layer, or as `of` where they are too few for that.
 
         Args:
             positions: T, at which every sample uses the weights.
@@ -143,6 +142,8 @@ class Selection:
         count = wanted_sums(len(self._candidates), positions, shape, measurements)
         if count is None:
             return None
+        if count >= self.samples:
+            return self.of(positions, shape, measurements)
         if self._signs is None:
             generator = self._choosing.generator_on(torch.device("cpu"))
             bits = torch.randint(0, 2, (len(self._candidates),), generator=generator)

@@ -67,15 +67,13 @@ class PatchRows(RowForm):
         if isinstance(module, Transposed):
             return super().gradient(shape, inputs, gradients)
         columns = len(gradients)
+        padding = module.padding
+        if module.padding_mode != "zeros" or isinstance(padding, str):
+            inputs, padding = _pad(inputs, module), 0
         of_weight = _WEIGHT_GRADIENT[module.weight.ndim - 2]
-        padded = _pad(inputs, module)
-        found = [
-            of_weight(
-                padded, module.weight.shape, gradient, module.stride, 0, module.dilation, module.groups
-            ).reshape(shape.groups, shape.d_out, -1)
-            for gradient in gradients
-        ]
-        weight = torch.stack(found)
+        size, rest = module.weight.shape, (module.stride, padding, module.dilation, module.groups)
+        found = [of_weight(inputs, size, gradient, *rest) for gradient in gradients]
+        weight = torch.stack(found).reshape(columns, shape.groups, shape.d_out, -1)
         if not shape.has_bias:
             return weight
         bias = gradients.reshape(columns, len(inputs), shape.groups, shape.d_out, -1).sum(dim=(1, 4))
