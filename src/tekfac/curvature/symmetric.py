@@ -230,7 +230,7 @@ def into(vectors: Tensor, x: Tensor) -> Tensor:
         return x @ vectors
     if size == 1:
         return x
-    return _joined(torch.einsum("...grni,gnij->...grnj", _cut(x, size), _to_blocks(vectors)), dim)
+    return _by_blocks(x, vectors)
 
 
 def out_of(vectors: Tensor, x: Tensor) -> Tensor:
@@ -240,7 +240,18 @@ def out_of(vectors: Tensor, x: Tensor) -> Tensor:
         return x @ vectors.mT
     if size == 1:
         return x
-    return _joined(torch.einsum("...grnj,gnij->...grni", _cut(x, size), _to_blocks(vectors)), dim)
+    return _by_blocks(x, vectors, turned=True)
+
+
+def _by_blocks(x: Tensor, vectors: Tensor, *, turned: bool = False) -> Tensor:
+    """x times each block, or each block turned round, for rows [..., G, R, d], which stay where they are."""
+    _, dim, size = vectors.shape
+    found = torch.empty_like(x)
+    for start in range(0, dim, size):
+        part = slice(start, min(start + size, dim))
+        block = vectors[:, part, : part.stop - start]
+        torch.matmul(x[..., part], block.mT if turned else block, out=found[..., part])
+    return found
 
 
 def squared_overlap(old: Tensor, new: Tensor) -> Tensor:
@@ -258,11 +269,6 @@ def _cut(x: Tensor, size: int) -> Tensor:
     """[..., d] as [..., n, b]: n blocks, the last one padded by zeros."""
     blocks = math.ceil(x.shape[-1] / size)
     return F.pad(x, (0, blocks * size - x.shape[-1])).reshape(*x.shape[:-1], blocks, size)
-
-
-def _joined(x: Tensor, dim: int) -> Tensor:
-    """The inverse of `_cut`."""
-    return x.flatten(-2)[..., :dim]
 
 
 def _to_blocks(matrix: Tensor) -> Tensor:

@@ -71,7 +71,7 @@ class NaturalGradient(Optimizer):
         averaging: Averaging | None = None,
         turns: bool | Literal["auto"] = "auto",
         basis_tolerance: float = DEFAULT_BASIS_TOLERANCE,
-        track_basis: bool = True,
+        track_basis: bool = False,
         # its measurement
         fisher: FisherKind = "sampled",
         statistics_samples: StatisticsSamples = "auto",

@@ -69,7 +69,7 @@ class Settings(Measurement):
     statistics_samples: StatisticsSamples = "auto"
     turns: bool | Literal["auto"] = "auto"
     basis_tolerance: float = DEFAULT_BASIS_TOLERANCE
-    track_basis: bool = True
+    track_basis: bool = False
 
     def __post_init__(self) -> None:
         super().__post_init__()
