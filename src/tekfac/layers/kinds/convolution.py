@@ -66,17 +66,17 @@ class PatchRows(RowForm):
         module = self._module
         if isinstance(module, Transposed):
             return super().gradient(shape, inputs, gradients)
-        columns = len(gradients)
         padding = module.padding
         if module.padding_mode != "zeros" or isinstance(padding, str):
             inputs, padding = _pad(inputs, module), 0
         of_weight = _WEIGHT_GRADIENT[module.weight.ndim - 2]
         size, rest = module.weight.shape, (module.stride, padding, module.dilation, module.groups)
-        found = [of_weight(inputs, size, gradient, *rest) for gradient in gradients]
-        weight = torch.stack(found).reshape(columns, shape.groups, shape.d_out, -1)
+        found = [of_weight(inputs, size, gradient, *rest)[None] for gradient in gradients]
+        whole = found[0] if len(found) == 1 else torch.cat(found)
+        weight = whole.reshape(len(found), shape.groups, shape.d_out, -1)
         if not shape.has_bias:
             return weight
-        bias = gradients.reshape(columns, len(inputs), shape.groups, shape.d_out, -1).sum(dim=(1, 4))
+        bias = gradients.reshape(len(found), len(inputs), shape.groups, shape.d_out, -1).sum(dim=(1, 4))
         return torch.cat([weight, bias[..., None]], dim=-1)
 
     def _patches(self, shape: LayerShape, inputs: Tensor, gradients: Tensor) -> Tensor:
