@@ -1,8 +1,9 @@
 """What the inner arithmetic of a refresh takes, and what was tried instead of it.
 
-Decompositions beside a warm-started QR step and the product that tells whether a basis still does; per-sample
-gradients of convolutions by unfolding, by one backward pass of the weight per sample, and by a grouped
-convolution. One thread, medians. The command
+Decompositions beside a warm-started step of orthogonal iteration, by QR and as `track_basis` does it, and the
+product that tells whether a basis still does; per-sample gradients of convolutions by unfolding, by a backward
+pass of the weight for each, and by a grouped convolution; and all samples of a batch in a few sums beside the
+weight's gradient in the backward pass. One thread, medians. The command
 
     python benchmarks/inner_products.py --out docs/results/inner-products.md
 
@@ -13,19 +14,23 @@ from __future__ import annotations
 
 import argparse
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from statistics import median
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from provenance import provenance
+from tekfac.curvature.symmetric import Along, iterated
+from tekfac.layers.batch import Sums
+from tekfac.layers.inventory import take_inventory
+from tekfac.layers.kinds.convolution import PatchRows
 
 SIZES = (64, 129, 288, 513, 576, 768, 1152)
 CONVOLUTIONS = ((3, 16, 32), (16, 16, 32), (32, 32, 16), (64, 64, 8), (512, 512, 4), (512, 512, 2))
-SAMPLES = 16
+SAMPLES, BATCH = 16, 128
 
 
 def milliseconds(work: Callable[[], object], repeats: int = 9) -> float:
@@ -41,20 +46,37 @@ def milliseconds(work: Callable[[], object], repeats: int = 9) -> float:
 
 def decompositions() -> list[str]:
     """A table by the size of a side."""
+    ways: Mapping[str, Callable[[Tensor, Tensor], object]] = {
+        "eigh": lambda matrix, _: torch.linalg.eigh(matrix),
+        "by QR": lambda matrix, basis: torch.linalg.qr(matrix @ basis),
+        "tracked": tracked,
+        "product": torch.matmul,
+    }
+    quicker = [name for name in ways if name != "eigh"]
     lines = [
-        "| dimensions | eigh | QR step | product | QR ÷ eigh | product ÷ eigh |",
-        "|---:|---:|---:|---:|---:|---:|",
+        f"| dimensions | {' | '.join(ways)} | {' | '.join(f'{name} ÷ eigh' for name in quicker)} |",
+        "|---:" * (1 + len(ways) + len(quicker)) + "|",
     ]
     for size in SIZES:
         rows = torch.randn(2 * size, size) * torch.logspace(0, -2, size)
-        matrix = rows.T @ rows
-        basis = torch.linalg.eigh(matrix)[1]
-        eigh = milliseconds(lambda matrix=matrix: torch.linalg.eigh(matrix))
-        step = milliseconds(lambda matrix=matrix, basis=basis: torch.linalg.qr(matrix @ basis))
-        product = milliseconds(lambda matrix=matrix, basis=basis: matrix @ basis)
-        cells = (f"{eigh:.2f}", f"{step:.2f}", f"{product:.3f}", f"{step / eigh:.2f}", f"{product / eigh:.2f}")
+        before, more = rows.T @ rows, torch.randn(8, size) * torch.logspace(0, -2, size)
+        basis = torch.linalg.eigh(before)[1]
+        matrix = before + more.T @ more
+        taken = {
+            name: milliseconds(lambda way=way, matrix=matrix, basis=basis: way(matrix, basis))
+            for name, way in ways.items()
+        }
+        cells = [f"{value:.2f}" for value in taken.values()]
+        cells += [f"{taken[name] / taken['eigh']:.2f}" for name in quicker]
         lines.append(f"| {size} | {' | '.join(cells)} |")
     return lines
+
+
+def tracked(matrix: Tensor, basis: Tensor) -> Tensor:
+    """One step of orthogonal iteration and the eigenvalues along it, as a refresh takes it."""
+    vectors = iterated(basis[None], Along.of(matrix[None], basis[None]))
+    assert vectors is not None, "the basis has turned too far"
+    return Along.of(matrix[None], vectors).values
 
 
 def by_unfolding(a: Tensor, u: Tensor) -> Tensor:
@@ -86,6 +108,22 @@ def gradients() -> list[str]:
     return lines
 
 
+def sums() -> list[str]:
+    """A table by the shape of a 3 x 3 convolution."""
+    lines = ["| channels, edge | the weight's gradient | in 32 sums | ratio |", "|---:|---:|---:|---:|"]
+    for c_in, c_out, edge in CONVOLUTIONS:
+        module = nn.Conv2d(c_in, c_out, 3, padding=1, bias=False)
+        layer = take_inventory(module, []).layers[""]
+        a, u = torch.randn(BATCH, c_in, edge, edge), torch.randn(1, BATCH, c_out, edge, edge)
+        form, chosen = PatchRows(module), Sums(32, torch.randint(0, 2, (BATCH,)) * 2 - 1)
+        whole = milliseconds(lambda form=form, layer=layer, a=a, u=u: form.gradient(layer.shape, a, u), 5)
+        parts = milliseconds(
+            lambda form=form, layer=layer, a=a, u=u, chosen=chosen: chosen.of(layer, form, a, u), 5
+        )
+        lines.append(f"| {c_in} → {c_out}, {edge} | {whole:.2f} | {parts:.2f} | {parts / whole:.2f} |")
+    return lines
+
+
 def main() -> None:
     """Measure and write."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
@@ -99,6 +137,7 @@ def main() -> None:
     ]
     parts += ["## One side", "\n".join(decompositions()), "Milliseconds, float32."]
     parts += [f"## Gradients of {SAMPLES} samples", "\n".join(gradients()), "Milliseconds, 3 × 3 kernels."]
+    parts += [f"## {BATCH} samples", "\n".join(sums()), "Milliseconds, 3 × 3 kernels."]
     text = "\n\n".join([*parts, provenance([0]), ""])
     print(text)
     if given.out is not None:
