@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from typing import Any
 
 import pytest
@@ -20,7 +21,7 @@ from tekfac.capture.sampling import Sampling
 from tekfac.capture.selection import FEWEST, FEWEST_SUMS, ROOM, SUMS, Selection, can_be_summed, wanted_sums
 from tekfac.curvature.factors import TRACE_RESTRICTED
 from tekfac.curvature.rescaling import second_moments
-from tekfac.layers.batch import LayerBatch, SummedBatch, Sums
+from tekfac.layers.batch import FormedBatch, LayerBatch, Sums
 from tekfac.layers.inventory import take_inventory
 from tekfac.layers.shapes import LayerShape
 from training import assert_identical, everything, train
@@ -69,7 +70,7 @@ def always_summed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Selection, "in_sums", lambda *_: Sums(COUNT, SIGNS))
 
 
-def gradients_of(captured: LayerBatch | SummedBatch) -> Tensor:
+def gradients_of(captured: LayerBatch | FormedBatch) -> Tensor:
     """G_n, [K, G, N, d_out, d_in], or those of sums, [1, G, K n, d_out, d_in]."""
     (rows,) = captured.chunks(10**6)
     return rows.gradients
@@ -95,7 +96,7 @@ def test_a_sum_is_that_of_its_samples_with_their_signs(fisher: str) -> None:
     of_each, of_sums = each.batches(), sums.batches()
     assert of_sums.keys() == of_each.keys()
     for name, (own,) in of_sums.items():
-        assert isinstance(own, SummedBatch)
+        assert isinstance(own, FormedBatch)
         assert own.num_terms == SAMPLES
         assert_close(gradients_of(own), in_sums(gradients_of(of_each[name][0])))
 
@@ -116,7 +117,7 @@ def test_of_every_kind_of_layer(kind: str, bias: bool) -> None:
     each, sums = captures(model)
     F.cross_entropy(model(normal(SAMPLES, *shape)), torch.arange(SAMPLES) % 3).backward()
     (of_sums,), (of_each,) = sums.batches()["0"], each.batches()["0"]
-    assert isinstance(of_sums, SummedBatch)
+    assert isinstance(of_sums, FormedBatch)
     assert_close(gradients_of(of_sums), in_sums(gradients_of(of_each)))
 
 
@@ -176,10 +177,15 @@ def _some_basis(batches: Any) -> Any:
 def test_samples_are_summed_where_that_saves_something() -> None:
     wide = LayerShape("layer", (64, 64, 3, 3), has_bias=False)  # 64 x 576
     assert wanted_sums(128, 64, wide, 0) == SUMS
-    assert wanted_sums(128, 64, wide, 2.0) == SUMS / 2
+    assert wanted_sums(128, 64, wide, 1.5) == math.ceil(SUMS / 1.5)
     assert wanted_sums(128, 64, wide, 39.0) == FEWEST_SUMS
+    assert wanted_sums(SUMS, 64, wide, 0) is None  # each is a sum
+    assert wanted_sums(SUMS + 1, 65, wide, 0) == SUMS
     assert wanted_sums(FEWEST_SUMS * 64, 1, wide, 39.0) is None  # rows are no more than those of the sums
-    assert wanted_sums(FEWEST_SUMS * 64 + 1, 1, wide, 39.0) == FEWEST_SUMS
+    assert wanted_sums(FEWEST_SUMS * 64 + 1, 1, wide, 39.0) is None  # single rows
+    assert wanted_sums(FEWEST_SUMS * 32 + 1, 2, wide, 39.0) == FEWEST_SUMS
+    narrow = LayerShape("layer", (8, 8, 3, 3), has_bias=False)
+    assert wanted_sums(128, 64, narrow, 39.0) is None  # calls would take longer
 
 
 def test_sums_are_no_more_than_there_is_room_for() -> None:
@@ -191,9 +197,9 @@ def test_sums_are_no_more_than_there_is_room_for() -> None:
     assert not can_be_summed(LayerShape("norm", (8,), True, layout="units"))
 
 
-def test_few_samples_with_many_terms_are_chosen_from() -> None:
+def test_what_is_not_summed_is_chosen_from() -> None:
     """Where every sample would be a sum, some of them will do if they have labels enough."""
-    shape, terms = LayerShape("layer", (8, 8), has_bias=False), 1000
+    shape, terms = LayerShape("layer", (256, 256), has_bias=False), 1000
     chosen = Selection("auto", torch.ones(FEWEST_SUMS, terms, dtype=torch.bool), Sampling(0))
     assert chosen.in_sums(terms, shape, 0) is None
     rows = chosen.in_sums(terms, shape, 30.0)
@@ -201,14 +207,15 @@ def test_few_samples_with_many_terms_are_chosen_from() -> None:
     assert len(rows) == FEWEST
     more = Selection("auto", torch.ones(FEWEST_SUMS + 1, terms, dtype=torch.bool), Sampling(0))
     assert isinstance(more.in_sums(terms, shape, 30.0), Sums)
+    assert more.in_sums(1, shape, 30.0) is None
 
 
 def test_signs_are_the_same_for_all_layers_and_fair() -> None:
-    shape = LayerShape("layer", (3, 4), has_bias=False)
+    shape = LayerShape("layer", (100, 100), has_bias=False)
     total = torch.zeros(200)
     for seed in range(50):
         chosen = Selection("auto", torch.ones(200, 1, dtype=torch.bool), Sampling(seed))
-        first, second = chosen.in_sums(50, shape, 1.0), chosen.in_sums(40, shape, 9.0)
+        first, second = chosen.in_sums(50, shape, 1.5), chosen.in_sums(40, shape, 9.0)
         assert isinstance(first, Sums)
         assert isinstance(second, Sums)
         assert first.signs is second.signs
@@ -239,6 +246,7 @@ def run(stop: int | None, monkeypatch: pytest.MonkeyPatch, **settings: Any) -> A
     """Six steps with sums; from `stop` on by another optimizer, which is given the state."""
     monkeypatch.setattr(selection, "SUMS", 4)
     monkeypatch.setattr(selection, "FEWEST_SUMS", 2)
+    monkeypatch.setattr(selection, "WORTH_SUMS", 0)
     model = seeded(Net)
     every = {"factors_every": 2, "basis_every": 2, "rescaling_every": 1}
     settings = {"lr": 0.01, "seed": 3, **every, **settings}

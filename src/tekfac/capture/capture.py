@@ -26,10 +26,17 @@ from tekfac.capture.module_calls import ModuleCall, is_unclear, versions
 from tekfac.capture.sample_axis import InseparableError, SampleAxis, divided_into, samples_first
 from tekfac.capture.sampling import Sampling
 from tekfac.capture.selection import Selection, StatisticsSamples, can_be_summed
-from tekfac.capture.taking import clear_layer, settle, take_samples, take_sums
+from tekfac.capture.taking import (
+    clear_layer,
+    settle,
+    take_gradients_of_units,
+    take_samples,
+    take_sums,
+)
 from tekfac.common.phases import Phase
-from tekfac.layers.batch import CapturedBatch, LayerBatch, PassContext, SummedBatch, Sums
+from tekfac.layers.batch import CapturedBatch, FormedBatch, LayerBatch, PassContext, Sums
 from tekfac.layers.kinds.base import Application, RepetitionError
+from tekfac.layers.kinds.norm import UnitKind
 from tekfac.layers.layer import Layer
 from tekfac.likelihoods import Prediction, as_likelihood
 
@@ -291,10 +298,14 @@ class Capture:
         if layer is None:
             return
         chosen = self._chosen(selection, layer, math.prod(noted.call.shapes[0]), samples)
+        once = self._measurement.fisher == "empirical"
         if isinstance(chosen, Sums):
-            take_sums(noted, layer, chosen, once=self._measurement.fisher == "empirical")
-        elif chosen is not None:
+            take_sums(noted, layer, chosen, once=once)
+            return
+        if chosen is not None:
             take_samples(noted, chosen)
+        if isinstance(noted.watched.kind, UnitKind):
+            take_gradients_of_units(noted, layer, once=once)
 
     def _chosen(self, selection: Selection, layer: Layer, outputs: int, samples: int) -> Tensor | Sums | None:
         """What to measure of a layer that gave so many outputs for so many samples; None for all."""
@@ -360,8 +371,8 @@ class Capture:
         layers: dict[str, Layer] = {}
         early: dict[str, Tensor] = {}
         for noted in passed.calls:
-            if noted.call.is_summed:
-                self._keep_sums(noted, passed.context)
+            if noted.call.is_formed:
+                self._keep_formed(noted, passed)
                 continue
             for application in self._applications(noted):
                 layer = noted.watched.layers.get(application.part)
@@ -382,12 +393,16 @@ class Capture:
                 self._probed.add(name)
                 self._batches.setdefault(name, []).append(batch)
 
-    def _keep_sums(self, noted: ModuleCall, context: PassContext) -> None:
-        """Take over the gradients of sums of samples, which were formed where they arrived."""
+    def _keep_formed(self, noted: ModuleCall, passed: _Pass) -> None:
+        """Take over gradients that were formed where they arrived."""
+        call = noted.call
         (layer,) = noted.watched.layers.values()
-        arrived = [own for (own,) in noted.call.gradients if own is not None]
+        arrived = [own for (own,) in call.gradients if own is not None]
+        call.kept, call.gradients, call.take = {}, [], None  # which refers to the call: they are freed at once
         if arrived and layer.weight.requires_grad:
-            batch = SummedBatch(layer, torch.cat(arrived), context.num_terms)
+            rows = call.rows
+            share = 1.0 if rows is None else len(rows) / passed.selection.samples
+            batch = FormedBatch(layer, torch.cat(arrived), share * passed.context.num_terms)
             self._probed.add(layer.name)
             self._batches.setdefault(layer.name, []).append(batch)
 

@@ -37,6 +37,9 @@ SUMS = 64
 FEWEST_SUMS = 32
 """In one measurement."""
 
+WORTH_SUMS = 2**26
+"""Multiplications of a weight's gradient from which those of sums take longer than the calls for them."""
+
 ROOM = 2**24
 """Numbers in the gradients of a layer's sums, at most: they are all there at a time."""
 
@@ -76,9 +79,10 @@ def can_be_summed(shape: LayerShape) -> bool:
 
 
 def wanted_sums(samples: int, positions: int, shape: LayerShape, measurements: float) -> int | None:
-    """How many sums the samples of a batch are put together to, for a layer; None: each is measured by itself.
+    """How many sums the samples of a batch are put together to, for a layer; None: that would not pay.
 
-    That costs no more where they have no more rows than the sums' gradients.
+    It would not where the samples have no more rows than the sums' gradients, or a single one each, or so
+    little to do that calls take longer.
 
     Args:
         samples: of the batch.
@@ -87,7 +91,9 @@ def wanted_sums(samples: int, positions: int, shape: LayerShape, measurements: f
         measurements: as many as the running average that they enter holds so far.
     """
     count = max(FEWEST_SUMS, min(math.ceil(SUMS / max(1.0, measurements)), ROOM // shape.size))
-    return None if samples * positions <= count * min(shape.d_in, shape.d_out) else count
+    rows = samples * positions
+    pays = rows > count * min(shape.d_in, shape.d_out) and rows * shape.size >= WORTH_SUMS
+    return count if pays and samples > count and positions > 1 else None
 
 
 class Selection:
@@ -132,7 +138,7 @@ class Selection:
         return self._order[: int(count)].sort().values
 
     def in_sums(self, positions: int, shape: LayerShape, measurements: float) -> Tensor | Sums | None:
-        """How the samples are put together for a layer, or as `of` where they are too few for that.
+        """How the samples are put together for a layer, or as `of` where that would not pay.
 
         Args:
             positions: T, at which every sample uses the weights.
@@ -141,8 +147,6 @@ class Selection:
         """
         count = wanted_sums(len(self._candidates), positions, shape, measurements)
         if count is None:
-            return None
-        if count >= self.samples:
             return self.of(positions, shape, measurements)
         if self._signs is None:
             generator = self._choosing.generator_on(torch.device("cpu"))

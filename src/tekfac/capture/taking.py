@@ -16,6 +16,7 @@ from tekfac.common.phases import Phase
 from tekfac.common.precision import without_autocast
 from tekfac.layers.batch import Sums
 from tekfac.layers.kinds.base import SimpleKind
+from tekfac.layers.kinds.norm import UnitKind
 from tekfac.layers.layer import Layer
 
 
@@ -42,6 +43,30 @@ def take_samples(noted: ModuleCall, chosen: Tensor) -> None:
     call.take = partial(torch.index_select, dim=0, index=chosen)
 
 
+def take_gradients_of_units(noted: ModuleCall, layer: Layer, *, once: bool) -> None:
+    """Form the gradient of every sample that is kept of a norm's call where it arrives, and keep nothing else.
+
+    Args:
+        noted: the call, perhaps of some samples alone.
+        layer: that it belongs to.
+        once: whether there is one vector only, so that inputs can be let go of when it has arrived.
+    """
+    call, kind, module = noted.call, noted.watched.kind, noted.watched.module
+    assert isinstance(kind, UnitKind)
+    some, form = call.take, kind.form(module)
+
+    def take(gradient: Tensor) -> Tensor:
+        kept = call.kept
+        if once:
+            call.kept = {}
+        gradient = gradient if some is None else some(gradient)
+        with Phase("unfold"), torch.no_grad(), without_autocast(gradient.device):
+            inputs = kind.normalised(module, kept, layer.dtype)
+            return form.rows(layer.shape, inputs, gradient.to(layer.dtype)[None])[0]
+
+    call.take, call.is_formed = take, True
+
+
 def take_sums(noted: ModuleCall, layer: Layer, sums: Sums, *, once: bool) -> None:
     """Form the gradients of sums of samples where a gradient arrives, and keep nothing else.
 
@@ -62,12 +87,14 @@ def take_sums(noted: ModuleCall, layer: Layer, sums: Sums, *, once: bool) -> Non
         with Phase("factors"), torch.no_grad(), without_autocast(gradient.device):
             return sums.of(layer, form, inputs, gradient[None])
 
-    call.take, call.is_summed = take, True
+    call.take, call.is_formed = take, True
 
 
 def settle(noted: ModuleCall) -> None:
     """Make what is kept of a call independent of the mode that its module will have at the next step."""
     watched, call, kind = noted.watched, noted.call, noted.watched.kind
-    if isinstance(kind, SimpleKind) and call.rows is None and versions(call.kept) == call.versions:
+    if call.is_formed or call.rows is not None:
+        return
+    if isinstance(kind, SimpleKind) and versions(call.kept) == call.versions:
         call.kept = kind.settled(watched.module, call.kept, call.dtype)
         call.versions = versions(call.kept)

@@ -16,7 +16,7 @@ from tekfac.curvature.contractions import samples_per_chunk
 from tekfac.curvature.eigenbasis import WORTH_A_LOOK, Eigenbasis
 from tekfac.curvature.factors import KroneckerFactors
 from tekfac.curvature.layer_curvature import Due, LayerCurvature, Recipe, refreshed
-from tekfac.layers.batch import BatchShape, CapturedBatch, LayerBatch
+from tekfac.layers.batch import BatchShape, CapturedBatch
 from tekfac.layers.layer import Layer
 from tekfac.layers.rows import Rows
 
@@ -57,16 +57,15 @@ def refreshed_together(
     """The curvatures after one more batch, as `refreshed` gives them one by one.
 
     Returns:
-        None where that has to be done one by one: positions that may not count, sums of samples, too many
-        rows for the memory budget, or a failed decomposition.
+        None where that has to be done one by one: positions that may not count, too many rows for the memory
+        budget, or a failed decomposition.
 
     Raises:
         NonFiniteStatisticsError: if a batch leads to numbers that are not finite.
     """
-    plain = [batch for batch in batches if isinstance(batch, LayerBatch) and not batch.context.has_masks]
-    if len(plain) < len(batches):
+    if any(batch.has_masks for batch in batches):
         return None
-    rows = _JoinedRows(plain)
+    rows = _JoinedRows(batches)
     if samples_per_chunk(rows, recipe.memory_budget) < rows.shape.samples:
         return None
     groups = [len(curvature.basis.scale) for curvature in old]
@@ -79,7 +78,7 @@ def refreshed_together(
 class _JoinedRows:
     """The rows of several layers as those of one with all their groups."""
 
-    def __init__(self, batches: Sequence[LayerBatch]) -> None:
+    def __init__(self, batches: Sequence[CapturedBatch]) -> None:
         shape = batches[0].shape
         self._batches = batches
         self.num_terms = batches[0].num_terms

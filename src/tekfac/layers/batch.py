@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple, Protocol
+from typing import ClassVar, NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -40,11 +40,6 @@ class PassContext:
         ignored = None if bool(counted.all()) else ~counted
         padding = None if real is None or bool(real.all()) else ~real
         return cls(num_terms, ignored, padding)
-
-    @property
-    def has_masks(self) -> bool:
-        """Whether some positions may not count."""
-        return self.ignored is not None or self.padding is not None
 
     def of_part(self, chosen: Tensor, share: float, samples: int) -> PassContext:
         """What is known of some of so many samples, which stand for that share of the loss terms."""
@@ -103,6 +98,11 @@ class LayerBatch:
         return self.context.num_terms
 
     @property
+    def has_masks(self) -> bool:
+        """Whether some positions may not count."""
+        return self.context.ignored is not None or self.context.padding is not None
+
+    @property
     def shape(self) -> BatchShape:
         """K, G, N, T, d_in and d_out of the whole batch."""
         sizes = self.layer.shape
@@ -132,7 +132,7 @@ class LayerBatch:
         """Whether it has all that the layer, in a new form, needs."""
         return True
 
-    def summed(self, sums: Sums) -> SummedBatch:
+    def summed(self, sums: Sums) -> FormedBatch:
         """The same samples, put together."""
 
         def of(application: Application) -> Tensor:
@@ -141,7 +141,7 @@ class LayerBatch:
 
         gradients = sum(of(application) for application in self.applications[1:])
         whole = of(self.applications[0]) + gradients
-        return SummedBatch(self.layer, whole, self.num_terms, self.gradient_factor)
+        return FormedBatch(self.layer, whole, self.num_terms, self.gradient_factor)
 
     def chunks(self, samples_per_chunk: int) -> Iterator[Rows]:
         """The rows of all samples, at most `samples_per_chunk` at a time."""
@@ -233,12 +233,12 @@ class Sums:
 
 
 @dataclass(frozen=True)
-class SummedBatch:
-    """What one forward and backward pass left for one layer, if only sums of its samples were asked for.
+class FormedBatch:
+    """What one forward and backward pass left for one layer, where gradients were formed in it.
 
     Attributes:
         layer: whose parameters were applied.
-        gradients: of the sums, [K, G, n, d_out, d_in].
+        gradients: of samples, or of sums of them, [K, G, n, d_out, d_in].
         num_terms: the number of loss terms M that the Fisher is divided by.
         gradient_factor: what captured gradients are multiplied by, to be those of single loss terms.
     """
@@ -247,10 +247,11 @@ class SummedBatch:
     gradients: Tensor
     num_terms: float
     gradient_factor: float = 1.0
+    has_masks: ClassVar[bool] = False
 
     @property
     def shape(self) -> BatchShape:
-        """K, G, N, T, d_in and d_out: every column of a sum is a sample, a row of its gradient a position."""
+        """K, G, N, T, d_in and d_out: every column is a sample, a row of its gradient a position."""
         columns, groups, count, d_out, _ = self.gradients.shape
         return BatchShape(1, groups, columns * count, d_out, self.layer.shape.d_in, d_out)
 
@@ -268,7 +269,7 @@ class SummedBatch:
             yield Rows(a, u, None, shape.block_in, shape.block_out, formed=True)
 
 
-CapturedBatch = LayerBatch | SummedBatch
+CapturedBatch = LayerBatch | FormedBatch
 """What a pass may leave for a layer."""
 
 

@@ -141,7 +141,8 @@ class Call:
         random_state: of the generators before the call, where the kind asked for it.
         rows: the samples that are kept of it, where those are only some; kept has no others.
         take: what is taken of a gradient that arrives; None: all of it.
-        is_summed: whether what is taken are the gradients of sums of samples, not those of its outputs.
+        is_formed: whether what is taken are gradients of the parameters, of samples or of sums of them, and not
+            those of its outputs.
         versions: of the kept tensors, to notice a change in place.
         edges: where the gradients of its outputs pass in autograd's graph; of an output that the model's own
             outputs are, its number only; None for one without gradient.
@@ -156,7 +157,7 @@ class Call:
     random_state: Any = None
     rows: Tensor | None = None
     take: Take | None = None
-    is_summed: bool = False
+    is_formed: bool = False
     versions: Sequence[int] = ()
     edges: Sequence[GradientEdge | int | None] = ()
     gradients: list[Sequence[Tensor | None]] = field(default_factory=list)

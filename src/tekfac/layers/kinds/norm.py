@@ -36,10 +36,14 @@ class UnitKind(SimpleKind):
 
     def applications(self, module: nn.Module, call: Call) -> list[Application]:
         """The only one, of the normalised input: normalised as a whole batch, as the module did."""
-        inputs: Tensor = call.kept["input"].to(call.dtype)
-        if self.normalise is not None and not call.kept.get(NORMALISED, False):
-            inputs = self.normalise(module, inputs)
+        inputs = self.normalised(module, call.kept, call.dtype)
         return super().applications(module, replace(call, kept={"input": inputs}))
+
+    def normalised(self, module: nn.Module, kept: Mapping[str, Any], dtype: torch.dtype) -> Tensor:
+        """What the weight is multiplied with, of all that is kept."""
+        inputs: Tensor = kept["input"].to(dtype)
+        done = self.normalise is None or kept.get(NORMALISED, False)
+        return inputs if done or self.normalise is None else self.normalise(module, inputs)
 
     def settled(self, module: nn.Module, kept: Mapping[str, Any], dtype: torch.dtype) -> Mapping[str, Any]:
         """The normalised input: how it is normalised may depend on the module's mode."""
