@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import math
+import weakref
 from typing import Any
 
 import pytest
@@ -327,3 +329,22 @@ def test_the_empirical_fisher_keeps_no_input_when_its_sum_is_formed() -> None:
     kept = {noted.watched.name: bool(noted.call.kept) for noted in passed.calls}
     assert not kept["convolution"]
     assert not kept["tokens"]
+
+
+@pytest.mark.usefixtures("always_summed")
+@pytest.mark.parametrize("fisher", ["empirical", "sampled"])
+def test_what_was_captured_is_freed_without_the_garbage_collector(fisher: str) -> None:
+    """A cycle of references would keep a step's gradients alive through the next forward pass."""
+    model, (x, y) = seeded(lambda: nn.Sequential(nn.Conv2d(1, 2, 2), nn.BatchNorm2d(2), nn.Flatten())), batch()
+    _, sums = captures(model, fisher)
+    gc.disable()
+    try:
+        F.cross_entropy(model(x), y).backward()
+        batches = sums.batches()
+        living = [weakref.ref(own.gradients) for (own,) in batches.values() if isinstance(own, FormedBatch)]
+        assert len(living) == 2
+        del batches
+        sums.clear()
+        assert [ref() for ref in living] == [None, None]
+    finally:
+        gc.enable()
