@@ -2,8 +2,9 @@
 
 TEKFAC is trained with curvature measured on each sample, every eigenbasis decomposed at every refresh and all
 layers refreshed at once ("exact"), with the quick ways that are the default ("fast": sums of samples, and turns
-where they cost nothing), and with others that have to be asked for. There are two tasks: half of He's ResNet20
-on 10,000 images of CIFAR-10, six epochs; a small GPT on the standard library's sources, 300 steps.
+where they cost nothing), and with single ones of them, or others that have to be asked for. There are two
+tasks: half of He's ResNet20 on 10,000 images of CIFAR-10, six epochs; a small GPT on the standard library's
+sources, 300 steps.
 
 The command
 
@@ -43,7 +44,6 @@ VARIANTS: Mapping[str, Mapping[str, Any]] = {
     "exact": EXACT,
     "fast": {},
     "tracked bases": {**EXACT, "track_basis": True},
-    "kept bases": {**EXACT, "basis_tolerance": 0.1},
     "turns": {**EXACT, "turns": True},
 }
 SETTINGS: Mapping[str, Mapping[str, Any]] = {
