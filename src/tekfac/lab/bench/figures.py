@@ -105,11 +105,12 @@ def lines(sweeps: Mapping[str, Any]) -> Figure:
 
 
 def _colours(labels: Sequence[str]) -> dict[str, tuple[str, float]]:
-    """Colour and opacity of every contestant; further ones of the same name are paler."""
-    found, seen = {}, Counter[str]()
-    for label in labels:
-        name = label.partition(",")[0].partition("@")[0]
-        found[label] = (_colour(name), 0.6 ** seen[name])
+    """Colour and opacity of every contestant; further ones of the same name are paler, none too pale."""
+    names = [label.partition(",")[0].partition("@")[0] for label in labels]
+    counts, seen = Counter(names), Counter[str]()
+    found = {}
+    for label, name in zip(labels, names, strict=True):
+        found[label] = (_colour(name), 1 - 0.75 * seen[name] / counts[name])
         seen[name] += 1
     return found
 
