@@ -136,32 +136,29 @@ class Along(NamedTuple):
 def iterated(vectors: Tensor, along: Along) -> Tensor | None:
     """Better eigenvectors: one step of orthogonal iteration, Q R = (M + shift) Q, each vector in its place.
 
-    The vectors are orthogonalised from the largest eigenvalue down to the smallest. By Cholesky's decomposition
-    of their products that takes two products of matrices and little more. It is exact enough where they are
-    nearly orthogonal, which the decomposition shows.
+    The vectors are orthogonalised from the last, that of the largest eigenvalue in a decomposition, to the
+    first. By Cholesky's decomposition of their products that takes two products of matrices and little more. It
+    is exact enough where they are nearly orthogonal, which the decomposition shows.
 
     Returns:
         The vectors, in their form; None where the steps are too large for that, or the matrix is zero.
     """
     _, dim, size = vectors.shape
     tops = along.values.amax(dim=1)[:, None, None]
-    moved = along.product + SHIFT * tops * vectors
-    values = along.values
-    if size < dim:
-        moved, values = _to_blocks(moved), _cut(values, size)
-    order = values.argsort(dim=-1, descending=True)[..., None, :].expand_as(moved)
-    moved = moved.gather(-1, order)
-    lengths = torch.linalg.vector_norm(moved, dim=-2, keepdim=True)
-    moved = moved / lengths.clamp_min(torch.finfo(moved.dtype).tiny)
+    moved = torch.addcmul(along.product, vectors, SHIFT * tops)
+    moved = (moved if size == dim else _to_blocks(moved)).flip(-1)
     grams = moved.mT @ moved
-    grams.diagonal(dim1=-2, dim2=-1).clamp_min_(1)  # of vectors that only fill up the last block, too
+    squares = grams.diagonal(dim1=-2, dim2=-1)
+    lengths = torch.where(squares > 0, squares, 1).sqrt()  # vectors that only fill up the last block have none
+    grams = grams / (lengths[..., None] * lengths[..., None, :])
+    grams.diagonal(dim1=-2, dim2=-1).clamp_min_(1)
     lower, failed = torch.linalg.cholesky_ex(grams)
     kept = lower.diagonal(dim1=-2, dim2=-1)
     if not bool((kept > LEAST_KEPT).all() & (failed == 0).all() & (tops > 0).all()):
         return None
-    turned = torch.linalg.solve_triangular(lower.mT, moved, upper=True, left=False)
-    found = torch.empty_like(turned).scatter_(-1, order, turned)
-    return found if size == dim else _to_rows(found, dim)
+    upper = lower.mT * lengths[..., None, :]
+    turned = torch.linalg.solve_triangular(upper, moved, upper=True, left=False).flip(-1)
+    return turned if size == dim else _to_rows(turned, dim)
 
 
 def _times(matrix: Tensor, vectors: Tensor) -> Tensor:
