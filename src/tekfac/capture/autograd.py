@@ -159,9 +159,9 @@ def _taker(
 
 
 def _taken(gradient: Tensor | None, take: Take | None) -> Tensor | None:
-    if gradient is None or take is None:
-        return None if gradient is None else gradient.detach()
-    return take(gradient.detach())
+    if gradient is None:
+        return None
+    return gradient.detach() if take is None else take(gradient.detach())
 
 
 def _gradients(outputs: GradientEdge, edges: Sequence[GradientEdge], vector: Tensor) -> Sequence[Tensor | None]:

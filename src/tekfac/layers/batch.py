@@ -139,9 +139,9 @@ class LayerBatch:
             gradients = torch.stack(list(application.gradients))
             return sums.of(self.layer, application.form, application.inputs, gradients)
 
-        gradients = sum(of(application) for application in self.applications[1:])
-        whole = of(self.applications[0]) + gradients
-        return FormedBatch(self.layer, whole, self.num_terms, self.gradient_factor)
+        first, *others = self.applications
+        gradients = sum(map(of, others), start=of(first))
+        return FormedBatch(self.layer, gradients, self.num_terms, self.gradient_factor)
 
     def chunks(self, samples_per_chunk: int) -> Iterator[Rows]:
         """The rows of all samples, at most `samples_per_chunk` at a time."""

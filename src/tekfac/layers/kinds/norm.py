@@ -42,8 +42,9 @@ class UnitKind(SimpleKind):
     def normalised(self, module: nn.Module, kept: Mapping[str, Any], dtype: torch.dtype) -> Tensor:
         """What the weight is multiplied with, of all that is kept."""
         inputs: Tensor = kept["input"].to(dtype)
-        done = self.normalise is None or kept.get(NORMALISED, False)
-        return inputs if done or self.normalise is None else self.normalise(module, inputs)
+        if self.normalise is None or kept.get(NORMALISED, False):
+            return inputs
+        return self.normalise(module, inputs)
 
     def settled(self, module: nn.Module, kept: Mapping[str, Any], dtype: torch.dtype) -> Mapping[str, Any]:
         """The normalised input: how it is normalised may depend on the module's mode."""
