@@ -22,7 +22,7 @@ from tekfac.curvature.averages import Average
 from tekfac.layers.inventory import take_inventory
 from tekfac.layers.shapes import LayerShape
 from tekfac.optim.natural_gradient import NaturalGradient
-from training import assert_identical, everything, train
+from training import assert_identical, everything, resumed, train
 
 SAMPLES, CHOSEN = 6, 2
 
@@ -181,19 +181,9 @@ def test_a_number_beyond_the_batch_changes_nothing(method: type[NaturalGradient]
 
 def run(stop: int | None, statistics_samples: int | None = CHOSEN, **settings: Any) -> Any:
     """Six steps; from `stop` on by another optimizer, which is given the state."""
-    model = seeded(Net)
     every = {"factors_every": 2, "basis_every": 2, "rescaling_every": 1}
     settings = {"lr": 0.01, "seed": 3, "statistics_samples": statistics_samples, **every, **settings}
-    optimizer = TEKFAC(model, **settings)
-    for step in range(6):
-        if step == stop:
-            state, model_state = optimizer.state_dict(), model.state_dict()
-            model = seeded(Net)
-            model.load_state_dict(model_state)
-            optimizer = TEKFAC(model, **{**settings, "seed": 99})
-            optimizer.load_state_dict(state)
-        train(model, optimizer, [batch(step)])
-    return everything(model, optimizer)
+    return resumed(lambda: seeded(Net), map(batch, range(6)), stop, **settings)
 
 
 @pytest.mark.parametrize("stop", range(1, 6))

@@ -21,12 +21,13 @@ from tekfac.capture.capture import Capture
 from tekfac.capture.measurement import Measurement
 from tekfac.capture.sampling import Sampling
 from tekfac.capture.selection import FEWEST, FEWEST_SUMS, ROOM, SUMS, Selection, can_be_summed, wanted_sums
+from tekfac.curvature.eigenbasis import decompose
 from tekfac.curvature.factors import TRACE_RESTRICTED
 from tekfac.curvature.rescaling import second_moments
 from tekfac.layers.batch import FormedBatch, LayerBatch, Sums
 from tekfac.layers.inventory import take_inventory
 from tekfac.layers.shapes import LayerShape
-from training import assert_identical, everything, train
+from training import assert_identical, resumed, train
 
 SAMPLES, COUNT = 7, 3
 SIGNS = torch.tensor([1, -1, -1, 1, 1, -1, 1])
@@ -168,8 +169,6 @@ def test_the_mean_over_all_signs_is_what_each_sample_gives(monkeypatch: pytest.M
 
 
 def _some_basis(batches: Any) -> Any:
-    from tekfac.curvature.eigenbasis import decompose
-
     return decompose(TRACE_RESTRICTED.read(TRACE_RESTRICTED.measure(batches, "exact", BUDGET)))
 
 
@@ -249,19 +248,9 @@ def run(stop: int | None, monkeypatch: pytest.MonkeyPatch, **settings: Any) -> A
     monkeypatch.setattr(selection, "SUMS", 4)
     monkeypatch.setattr(selection, "FEWEST_SUMS", 2)
     monkeypatch.setattr(selection, "WORTH_SUMS", 0)
-    model = seeded(Net)
     every = {"factors_every": 2, "basis_every": 2, "rescaling_every": 1}
-    settings = {"lr": 0.01, "seed": 3, **every, **settings}
-    optimizer = TEKFAC(model, **settings)
-    for step in range(6):
-        if step == stop:
-            state, model_state = optimizer.state_dict(), model.state_dict()
-            model = seeded(Net)
-            model.load_state_dict(model_state)
-            optimizer = TEKFAC(model, **{**settings, "seed": 99})
-            optimizer.load_state_dict(state)
-        train(model, optimizer, [batch(step, samples=9)])
-    return everything(model, optimizer)
+    batches = (batch(step, samples=9) for step in range(6))
+    return resumed(lambda: seeded(Net), batches, stop, **{"lr": 0.01, "seed": 3, **every, **settings})
 
 
 @pytest.mark.parametrize("fisher", ["empirical", "sampled"])

@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from tekfac import TEKFAC
 from tekfac.optim.natural_gradient import NaturalGradient
 
 Batch = tuple[Tensor, Tensor]
@@ -83,6 +84,21 @@ def train(
         optimizer.step()
         if scheduler is not None:
             scheduler.step()
+
+
+def resumed(make: Callable[[], nn.Module], batches: Iterable[Batch], stop: int | None, **settings: Any) -> Any:
+    """All after a step of TEKFAC on each batch; from `stop` on by another one, which is given the state."""
+    model = make()
+    optimizer = TEKFAC(model, **settings)
+    for step, batch in enumerate(batches):
+        if step == stop:
+            state, model_state = optimizer.state_dict(), model.state_dict()
+            model = make()
+            model.load_state_dict(model_state)
+            optimizer = TEKFAC(model, **{**settings, "seed": 99})
+            optimizer.load_state_dict(state)
+        train(model, optimizer, [batch])
+    return everything(model, optimizer)
 
 
 def backward(model: nn.Module, batch: Batch, loss: Loss = F.cross_entropy) -> Tensor:
