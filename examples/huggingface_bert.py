@@ -28,11 +28,9 @@ MODULES = ("_pydecimal", "encodings.aliases", "html.entities", "turtle")
 STEPS, BATCH, LENGTH, CLS, SEP, PAD = 80, 32, 40, 1, 2, 0
 
 # Both are tuned by the loss that is printed: SGD over lr = 0.003, 0.01, 0.03, 0.1, 0.3 and 1; TEKFAC over
-# some forty settings of lr, kl_clip and damping, most of them with lines of another length.
+# lr = 0.001, 0.003, 0.01, 0.03 and 0.1.
 OPTIMIZERS = {
-    "TEKFAC": lambda model: TEKFAC(
-        model, lr=0.3, kl_clip=3e-4, damping=0.1, factors_every=10, basis_every=10, rescaling_every=10, seed=0
-    ),
+    "TEKFAC": lambda model: TEKFAC(model, lr=0.01, seed=0),
     "SGD": lambda model: torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9),
 }
 

@@ -394,7 +394,7 @@ def one_step(
     """One real step with lr=1 and no momentum: the optimizer, gradients, and how far parameters moved."""
     model = copy.deepcopy(case.model).train()
     settings = {"damping": DAMPING, "fisher": fisher, "sharing": sharing, **case.settings}
-    optimizer = method(model, lr=1.0, momentum=0.0, **settings)
+    optimizer = method.natural(model, lr=1.0, momentum=0.0, **settings)
     named = dict(model.named_parameters())
     before = {name: p.detach().clone() for name, p in named.items()}
     case.loss(run(case, model, *case.inputs)).backward()

@@ -84,7 +84,7 @@ def measured(
     **settings: Any,
 ) -> NaturalGradient:
     """An optimizer that has taken one step; gradients of that step are still in `.grad`."""
-    optimizer = method(model, lr=1e-30, momentum=0.0, **{"damping": 1e-3, **settings})
+    optimizer = method.natural(model, lr=1e-30, momentum=0.0, **{"damping": 1e-3, **settings})
     gradient_step(optimizer, model, loss, inputs)
     return optimizer
 

@@ -241,7 +241,7 @@ def step_of(
     **settings: Any,
 ) -> tuple[NaturalGradient, dict[str, Tensor]]:
     """One real step with lr=1 and no momentum: the optimizer, and how far each layer's matrix moved."""
-    optimizer = method(case.model, lr=1.0, momentum=0.0, **{"fisher": "empirical", **settings})
+    optimizer = method.natural(case.model, lr=1.0, momentum=0.0, **{"fisher": "empirical", **settings})
     layers = list(take_inventory(case.model, []).layers)
     before = {layer: case.to_matrix(layer, "data") for layer in layers}
     gradient_step(optimizer, case.model, loss or case.loss, case.inputs)

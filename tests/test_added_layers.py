@@ -87,7 +87,7 @@ def test_a_new_layer_is_preconditioned_from_the_next_measured_step(
     method: type[NaturalGradient], kind: str
 ) -> None:
     model = Growing()
-    optimizer = method(model, lr=LR, momentum=0.0, damping=DAMPING, **every_step(method))
+    optimizer = method.natural(model, lr=LR, momentum=0.0, damping=DAMPING, **every_step(method))
     one_step(model, optimizer)
     assert set(optimizer.curvature) == {"body", "head"}
     model.new = new_layer(kind)
@@ -99,14 +99,14 @@ def test_a_new_layer_is_preconditioned_from_the_next_measured_step(
 @every_method
 def test_its_curvature_is_that_in_an_optimizer_made_for_the_grown_model(method: type[NaturalGradient]) -> None:
     model = Growing()
-    optimizer = method(model, lr=LR, momentum=0.0, damping=DAMPING, **every_step(method))
+    optimizer = method.natural(model, lr=LR, momentum=0.0, damping=DAMPING, **every_step(method))
     one_step(model, optimizer)
     model.new = new_layer("linear")
     optimizer.add_param_group({"params": model.new.parameters(), "lr": NEW_LR})
     twin = Growing()
     twin.new = new_layer("linear")
     twin.load_state_dict(model.state_dict())
-    other = method(twin, lr=LR, momentum=0.0, damping=DAMPING, **every_step(method))
+    other = method.natural(twin, lr=LR, momentum=0.0, damping=DAMPING, **every_step(method))
     one_step(model, optimizer, seed=2)
     one_step(twin, other, seed=2)
     assert_close(optimizer.curvature["new"].to_dense(), other.curvature["new"].to_dense())
@@ -116,7 +116,7 @@ def test_steps_that_do_not_measure_come_between() -> None:
     """Measured are steps 0 and 3; the layer comes after step 0. At step 3 at the latest it has its block."""
     model = Growing()
     clock = {"factors_every": 3, "basis_every": 3, "rescaling_every": 3}
-    optimizer = TEKFAC(model, lr=LR, momentum=0.0, damping=DAMPING, fisher="exact", **clock)
+    optimizer = TEKFAC.natural(model, lr=LR, momentum=0.0, damping=DAMPING, fisher="exact", **clock)
     one_step(model, optimizer)
     model.new = new_layer("linear")
     optimizer.add_param_group({"params": model.new.parameters(), "lr": NEW_LR})
@@ -129,7 +129,7 @@ def test_steps_that_do_not_measure_come_between() -> None:
 
 def test_what_is_known_of_the_other_layers_stays() -> None:
     model, twin = Growing(), Growing()
-    optimizers = [TEKFAC(m, lr=LR, damping=DAMPING, seed=0, factors_every=5) for m in (model, twin)]
+    optimizers = [TEKFAC.natural(m, lr=LR, damping=DAMPING, seed=0, factors_every=5) for m in (model, twin)]
     for m, optimizer in zip((model, twin), optimizers, strict=True):
         for seed in range(2):
             one_step(m, optimizer, seed)
@@ -157,7 +157,7 @@ def test_a_parameter_of_no_layer_is_first_order_and_named_once(
     of_the_model: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     model = Growing()
-    optimizer = TEKFAC(model, lr=LR, momentum=0.0, damping=DAMPING, **every_step(TEKFAC))
+    optimizer = TEKFAC.natural(model, lr=LR, momentum=0.0, damping=DAMPING, **every_step(TEKFAC))
     one_step(model, optimizer)
     scale = nn.Parameter(torch.full((5,), 1.5, dtype=torch.float64))
     if of_the_model:
@@ -186,7 +186,7 @@ def test_a_new_layer_that_is_preconditioned_is_not_said_to_be_first_order(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     model = Growing()
-    optimizer = TEKFAC(model, lr=LR, damping=DAMPING, **every_step(TEKFAC))
+    optimizer = TEKFAC.natural(model, lr=LR, damping=DAMPING, **every_step(TEKFAC))
     one_step(model, optimizer)
     caplog.clear()
     with caplog.at_level(logging.INFO, "tekfac"):
@@ -199,7 +199,7 @@ def test_a_new_layer_that_is_preconditioned_is_not_said_to_be_first_order(
 
 def test_a_new_group_may_be_first_order_on_request() -> None:
     model = Growing()
-    optimizer = TEKFAC(model, lr=LR, momentum=0.0, damping=DAMPING, **every_step(TEKFAC))
+    optimizer = TEKFAC.natural(model, lr=LR, momentum=0.0, damping=DAMPING, **every_step(TEKFAC))
     one_step(model, optimizer)
     model.new = new_layer("linear")
     optimizer.add_param_group({"params": model.new.parameters(), "lr": NEW_LR, "first_order": True})
@@ -210,7 +210,7 @@ def test_a_new_group_may_be_first_order_on_request() -> None:
 
 def test_a_new_group_has_a_damping_of_its_own() -> None:
     model = Growing()
-    optimizer = TEKFAC(model, lr=LR, momentum=0.0, damping=DAMPING, **every_step(TEKFAC))
+    optimizer = TEKFAC.natural(model, lr=LR, momentum=0.0, damping=DAMPING, **every_step(TEKFAC))
     one_step(model, optimizer)
     model.new = new_layer("linear")
     optimizer.add_param_group({"params": model.new.parameters(), "lr": NEW_LR, "damping": 3.0})
@@ -227,7 +227,7 @@ def test_a_new_group_has_a_damping_of_its_own() -> None:
 def test_the_state_loads_into_an_optimizer_of_the_grown_model(kind: str, how: str) -> None:
     settings: dict[str, Any] = {"lr": LR, "damping": DAMPING, "seed": 0, "factors_every": 2, "basis_every": 2}
     model = Growing()
-    optimizer = TEKFAC(model, **settings)
+    optimizer = TEKFAC.natural(model, **settings)
     for seed in range(3):
         one_step(model, optimizer, seed)
     model.new = new_layer(kind)
@@ -238,13 +238,13 @@ def test_the_state_loads_into_an_optimizer_of_the_grown_model(kind: str, how: st
 
     other = Growing()
     if how == "the same way":
-        resumed = TEKFAC(other, **settings)
+        resumed = TEKFAC.natural(other, **settings)
         other.new = new_layer(kind, seed=7)
         resumed.add_param_group({"params": other.new.parameters(), "lr": NEW_LR})
     else:
         other.new = new_layer(kind, seed=7)
         groups = [{"params": [other.body, other.head]}, {"params": other.new, "lr": NEW_LR}]
-        resumed = TEKFAC(other, **settings, param_groups=groups)
+        resumed = TEKFAC.natural(other, **settings, param_groups=groups)
     other.load_state_dict(saved["model"])
     resumed.load_state_dict(saved["optimizer"])
     assert_identical(resumed, saved["optimizer"])

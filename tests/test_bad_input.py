@@ -30,7 +30,7 @@ BAD_NUMBERS = {
     "rescaling_decay": [-0.1, 1.0, NAN],
     "factors_every": [0, -1, 1.5, True],
     "basis_every": [0, -1, 2.0],
-    "rescaling_every": [0, "50"],
+    "power": [0.0, -1.0, 1.5, NAN, "0.5"],
     "kl_clip": [0.0, -1.0, NAN],
     "first_order_lr": [0.0, -1.0, NAN],
     "memory_budget": [0, -5],
@@ -45,17 +45,29 @@ def test_a_number_out_of_range_is_refused_by_its_name_and_value(key: str, value:
     assert "Expected" in str(error.value)
 
 
-@pytest.mark.parametrize("key", ["fisher", "likelihood", "sharing", "averaging", "beta", "loss_reduction"])
+@pytest.mark.parametrize("value", [0, "50"])
+def test_an_interval_of_theta_out_of_range_is_refused_by_its_name_and_value(value: Any) -> None:
+    with pytest.raises(ValueError, match=f"rescaling_every: {value!r}. Expected"):
+        TEKFAC.natural(mlp(), rescaling_every=value)
+
+
+CHOICES = {
+    "fisher": "sampled, empirical, exact",
+    "likelihood": "categorical, bernoulli, gaussian",
+    "sharing": "exact, expand, reduce",
+    "averaging": "moments, factors",
+    "beta": "add, scale, scale_all, convolution",
+    "loss_reduction": "mean, batchmean, sum",
+    "rescaling": "measured, moving",
+    "momentum_at": "before, after",
+    "decay_per": "step, update",
+    "first_order_step": "adamw, sgd",
+}
+
+
+@pytest.mark.parametrize("key", CHOICES)
 def test_an_unknown_choice_is_refused_with_those_there_are(key: str) -> None:
-    choices = {
-        "fisher": "sampled, empirical, exact",
-        "likelihood": "categorical, bernoulli, gaussian",
-        "sharing": "exact, expand, reduce",
-        "averaging": "moments, factors",
-        "beta": "add, scale, scale_all, convolution",
-        "loss_reduction": "mean, batchmean, sum",
-    }[key]
-    with pytest.raises(ValueError, match=f"Unknown {key}: 'nonsense'.*{choices}"):
+    with pytest.raises(ValueError, match=f"Unknown {key}: 'nonsense'.*{CHOICES[key]}"):
         TEKFAC(mlp(), **{key: "nonsense"})  # type: ignore[arg-type]
 
 
@@ -279,7 +291,7 @@ def test_rows_that_cannot_be_told_apart_by_sample_are_refused_where_it_matters()
         optimizer.step()
     assert optimizer.num_steps == 0
     sampled = Flattened()
-    train(sampled, TEKFAC(sampled), [(x, y[:5])])
+    train(sampled, TEKFAC(sampled, fisher="sampled"), [(x, y[:5])])
 
 
 def test_integers_of_numpy_are_intervals_too() -> None:

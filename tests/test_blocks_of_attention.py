@@ -367,7 +367,7 @@ def test_a_live_optimizer_changes_nothing_in_eval_mode() -> None:
     bare = copy.deepcopy(model)
     with torch.no_grad():
         before = bare(x)
-    optimizer = TEKFAC(model, lr=1e-30, damping=DAMPING)
+    optimizer = TEKFAC.natural(model, lr=1e-30, damping=DAMPING)
     for _ in range(2):
         model.eval()
         with torch.no_grad():
@@ -402,7 +402,7 @@ def test_attention_gives_the_same_outputs_weights_and_gradients_while_it_is_meas
 
         wrapped = Wrapped(model)
         if live:
-            TEKFAC(wrapped, damping=DAMPING)
+            TEKFAC.natural(wrapped, damping=DAMPING)
         torch.manual_seed(1)
         logits = wrapped(normal(SAMPLES, LENGTH, WIDTH))
         F.cross_entropy(logits, torch.arange(SAMPLES) % 3).backward()
@@ -427,7 +427,7 @@ def test_extra_keys_and_values_are_left_to_first_order_by_name(caplog: pytest.Lo
         attention_layers(layer),
         call=lambda layer, x: layer(x, x, x)[0],
     )
-    _, said = names_in_log(caplog, lambda: TEKFAC(copy.deepcopy(case.model), damping=DAMPING))
+    _, said = names_in_log(caplog, lambda: TEKFAC.natural(copy.deepcopy(case.model), damping=DAMPING))
     assert "layer.bias_k" in said
     assert "layer.bias_v" in said
     assert "in_proj" not in said

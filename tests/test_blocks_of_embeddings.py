@@ -138,7 +138,7 @@ def test_embeddings_that_are_no_plain_table_are_left_to_first_order_by_name(
 ) -> None:
     model = nn.Sequential(nn.Embedding(TOKENS, WIDTH, **option), nn.Flatten(), nn.Linear(5 * WIDTH, 3)).double()
     optimizer, said = names_in_log(
-        caplog, lambda: TEKFAC(model, lr=0.1, momentum=0.0, first_order_lr=0.25, damping=DAMPING)
+        caplog, lambda: TEKFAC.natural(model, lr=0.1, momentum=0.0, first_order_lr=0.25, damping=DAMPING)
     )
     assert "'0.weight'" in said
     F.cross_entropy(model(tokens(SAMPLES, 5)), torch.arange(SAMPLES) % 3).backward()
@@ -241,7 +241,7 @@ def test_fifty_thousand_tokens_take_no_matrix_of_tokens_by_tokens(
 ) -> None:
     torch.manual_seed(0)
     model = ManyTokens(tied)
-    optimizer = method(model, lr=0.1, damping=DAMPING)
+    optimizer = method.natural(model, lr=0.1, damping=DAMPING)
     x = torch.randint(50_000, (4, 3))
     before = model.emb.weight.detach().clone()
     F.cross_entropy(model(x), torch.tensor([0, 1, 2, 1])).backward()

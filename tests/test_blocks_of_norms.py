@@ -189,7 +189,7 @@ def test_a_batch_norm_put_into_eval_mode_by_hand(method: type[NaturalGradient]) 
     """model.train(), then model.layer.eval(): against the definitions at running statistics."""
     case = norm_case(with_trained_statistics(nn.BatchNorm2d(3)), (3, 2, 2), of_batch)
     layer = case.model.layer
-    optimizer = method(case.model, lr=1e-30, momentum=0.0, damping=DAMPING, fisher="empirical")
+    optimizer = method.natural(case.model, lr=1e-30, momentum=0.0, damping=DAMPING, fisher="empirical")
     case.model.train()
     layer.eval()
     (x,) = case.inputs
@@ -271,7 +271,7 @@ def net(*norms: nn.Module) -> nn.Sequential:
 )
 def test_norms_without_parameters_are_no_layers(norm: nn.Module) -> None:
     model = net(norm)
-    optimizer = TEKFAC(model, damping=DAMPING)
+    optimizer = TEKFAC.natural(model, damping=DAMPING)
     F.cross_entropy(model(normal(SAMPLES, 4)), torch.arange(SAMPLES) % 3).backward()
     optimizer.step()
     assert set(optimizer.curvature) == {"0", "3"}
@@ -279,7 +279,7 @@ def test_norms_without_parameters_are_no_layers(norm: nn.Module) -> None:
 
 def test_norms_can_be_left_to_first_order_by_their_type() -> None:
     model = net(nn.LayerNorm(4), nn.BatchNorm1d(4))
-    optimizer = TKFAC(
+    optimizer = TKFAC.natural(
         model, lr=0.01, momentum=0.0, first_order=[nn.LayerNorm], first_order_lr=0.25, damping=DAMPING
     )
     start = model[1].weight.detach().clone()

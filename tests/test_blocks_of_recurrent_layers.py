@@ -334,7 +334,7 @@ def test_a_trained_first_state_is_named_and_keeps_its_gradient(caplog: pytest.Lo
     case = case_from_trained_state()
     assert_rows_give_autograds_gradients(case)
     assert_blocks_and_step(case, OWN)
-    _, said = names_in_log(caplog, lambda: TEKFAC(copy.deepcopy(case.model), damping=DAMPING))
+    _, said = names_in_log(caplog, lambda: TEKFAC.natural(copy.deepcopy(case.model), damping=DAMPING))
     assert "h0" in said
     assert "weight_hh" not in said
     _, grads, moved = one_step(case, TEKFAC, "exact", "empirical")
@@ -365,7 +365,7 @@ def test_outputs_gradients_and_random_numbers_are_those_of_the_bare_model(
 
         model = Model().double()
         if live:
-            method(model, damping=DAMPING)
+            method.natural(model, damping=DAMPING)
         torch.manual_seed(1)
         logits = model(normal(SAMPLES, LENGTH, INPUTS))
         F.cross_entropy(logits, torch.arange(SAMPLES) % 3).backward()

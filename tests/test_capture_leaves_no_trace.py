@@ -84,7 +84,7 @@ OUTPUTS: dict[str, Callable[[Tensor, nn.Module], Any]] = {
 @pytest.mark.parametrize("outputs", OUTPUTS)
 def test_a_forward_pass_without_a_backward_pass_keeps_no_graph_alive(outputs: str) -> None:
     model = Traced(OUTPUTS[outputs])
-    optimizer = TEKFAC(model)
+    optimizer = TEKFAC.natural(model)
     returned = model(vectors(1)[0][0])
     assert graphs_alive(model) == 1
     del returned
@@ -95,7 +95,7 @@ def test_a_forward_pass_without_a_backward_pass_keeps_no_graph_alive(outputs: st
 @pytest.mark.parametrize("outputs", OUTPUTS)
 def test_a_dropped_graph_is_freed_at_once_and_does_not_wait_for_the_garbage_collector(outputs: str) -> None:
     model = Traced(OUTPUTS[outputs])
-    optimizer = TEKFAC(model)
+    optimizer = TEKFAC.natural(model)
     gc.collect()
     gc.disable()
     try:
@@ -111,7 +111,7 @@ def test_a_dropped_graph_is_freed_at_once_and_does_not_wait_for_the_garbage_coll
 @pytest.mark.parametrize("outputs", OUTPUTS)
 def test_after_a_step_no_graph_is_alive(outputs: str) -> None:
     model = Traced(OUTPUTS[outputs])
-    optimizer = TEKFAC(model)
+    optimizer = TEKFAC.natural(model)
     returned = model(vectors(1)[0][0])
     logits = (
         returned if isinstance(returned, Tensor) else returned["logits" if isinstance(returned, dict) else 0]
@@ -126,7 +126,7 @@ def test_after_a_step_no_graph_is_alive(outputs: str) -> None:
 def test_a_forward_pass_that_fails_keeps_no_graph_alive() -> None:
     """A loop that catches the error, and goes on with a smaller batch, needs the memory."""
     model = Traced()
-    optimizer = TEKFAC(model)
+    optimizer = TEKFAC.natural(model)
     model.fail = True
     with pytest.raises(MemoryError):
         model(vectors(1)[0][0])
@@ -138,7 +138,7 @@ def test_a_forward_pass_that_fails_keeps_no_graph_alive() -> None:
 
 def test_captured_inputs_are_let_go_after_the_step() -> None:
     model = mlp()
-    optimizer = TEKFAC(model)
+    optimizer = TEKFAC.natural(model)
     storages = []
 
     def watch(module: nn.Module, args: tuple[Tensor, ...]) -> None:
@@ -166,7 +166,7 @@ def hooks(model: nn.Module) -> int:
 def test_a_deleted_optimizer_leaves_no_hook(method: type[NaturalGradient], steps: int) -> None:
     """Not even one that was about to measure."""
     model = cnn()
-    optimizer = method(model, factors_every=1)
+    optimizer = method.natural(model, factors_every=1)
     train(model, optimizer, images(steps))
     assert hooks(model) > 0
     del optimizer
@@ -181,7 +181,7 @@ def test_hooks_are_on_the_model_only_while_the_next_step_measures(method: type[N
     intervals = {"factors_every": 3, "basis_every": 6}
     if method.method.rescaling.measured:
         intervals["rescaling_every"] = 4
-    optimizer = method(model, lr=0.01, damping=0.1, **intervals)
+    optimizer = method.natural(model, lr=0.01, damping=0.1, **intervals)
     assert hooks(model) > 0
     watched = []
     for step, batch in enumerate(images(13)):
@@ -201,7 +201,7 @@ def test_with_the_default_intervals_there_is_no_hook_after_the_first_step(
     method: type[NaturalGradient],
 ) -> None:
     model = cnn()
-    optimizer = method(model)
+    optimizer = method.natural(model)
     assert hooks(model) > 0
     train(model, optimizer, images(1))
     assert hooks(model) == 0
@@ -211,7 +211,7 @@ def test_with_the_default_intervals_there_is_no_hook_after_the_first_step(
 def test_hooks_of_the_user_stay_where_they_are() -> None:
     model, calls = mlp(), []
     model[0].register_forward_hook(lambda *_: calls.append("before"))
-    optimizer = TEKFAC(model, lr=0.05, factors_every=2, rescaling_every=2)
+    optimizer = TEKFAC.natural(model, lr=0.05, factors_every=2, rescaling_every=2)
     model[0].register_forward_hook(lambda *_: calls.append("after"))
     train(model, optimizer, vectors(4))
     assert calls == ["before", "after"] * 4
@@ -223,14 +223,14 @@ def test_hooks_of_the_user_stay_where_they_are() -> None:
 def test_an_optimizer_that_could_not_be_made_leaves_no_hook() -> None:
     model = mlp()
     with pytest.raises(ValueError, match="lr"):
-        TEKFAC(model, lr=-1.0)
+        TEKFAC.natural(model, lr=-1.0)
     gc.collect()
     assert hooks(model) == 0
 
 
 def test_an_optimizer_deleted_between_forward_and_backward_does_no_harm() -> None:
     model, twin = mlp(), mlp()
-    optimizer = TEKFAC(model)
+    optimizer = TEKFAC.natural(model)
     loss = F.cross_entropy(model(vectors(1)[0][0]), vectors(1)[0][1])
     del optimizer
     gc.collect()
@@ -242,8 +242,8 @@ def test_an_optimizer_deleted_between_forward_and_backward_does_no_harm() -> Non
 def test_a_second_optimizer_of_the_same_model_does_not_disturb_the_first() -> None:
     def run(second: bool) -> Any:
         model = mlp()
-        optimizer = TEKFAC(model, lr=0.05, seed=0, **EVERY_STEP)
-        other = TEKFAC(model, lr=1e-30, fisher="exact", **EVERY_STEP) if second else None
+        optimizer = TEKFAC.natural(model, lr=0.05, seed=0, **EVERY_STEP)
+        other = TEKFAC.natural(model, lr=1e-30, fisher="exact", **EVERY_STEP) if second else None
         for batch in vectors(3):
             optimizer.zero_grad()
             backward(model, batch)
@@ -258,7 +258,7 @@ def test_a_second_optimizer_of_the_same_model_does_not_disturb_the_first() -> No
 def test_the_optimizers_of_two_models_know_nothing_of_each_other() -> None:
     """A generator and a discriminator, say."""
     first, second = mlp(), mlp(seed=1, sizes=(3, 4, 3))
-    one, two = TEKFAC(first, lr=0.05), TEKFAC(second, lr=0.05)
+    one, two = TEKFAC.natural(first, lr=0.05), TEKFAC.natural(second, lr=0.05)
     x, y = vectors(1)[0]
     F.cross_entropy(second(first(x)), y).backward()
     one.step()
@@ -289,7 +289,7 @@ def test_a_copied_or_saved_model_is_a_model_that_nobody_watches(
 ) -> None:
     def run(copying: bool) -> Any:
         model = mlp()
-        optimizer = TEKFAC(model, lr=0.05, seed=0, **EVERY_STEP)
+        optimizer = TEKFAC.natural(model, lr=0.05, seed=0, **EVERY_STEP)
         assert hooks(model) > 0
         if when == "after training":
             train(model, optimizer, vectors(2))
@@ -310,7 +310,7 @@ def test_a_copied_or_saved_model_is_a_model_that_nobody_watches(
         assert torch.equal(twin(x), model(x))
         train(twin, torch.optim.SGD(twin.parameters(), lr=0.1), [(x, y)])
         assert_identical(everything(model, optimizer), before)
-        own = TEKFAC(twin, lr=0.05)
+        own = TEKFAC.natural(twin, lr=0.05)
         train(twin, own, [(x, y)])
         assert set(own.curvature) == {"0", "2"}
         assert_identical(everything(model, optimizer), before)
@@ -320,11 +320,11 @@ def test_a_copied_or_saved_model_is_a_model_that_nobody_watches(
 
 def test_a_copy_outlives_the_optimizer() -> None:
     model = mlp()
-    optimizer = TEKFAC(model)
+    optimizer = TEKFAC.natural(model)
     twin = copy.deepcopy(model)
     del optimizer
     gc.collect()
-    train(twin, TEKFAC(twin, lr=0.05), vectors(1))
+    train(twin, TEKFAC.natural(twin, lr=0.05), vectors(1))
 
 
 # -- torch.func and checkpoints ------------------------------------------------------------------------
@@ -342,10 +342,10 @@ def per_sample_gradients(model: nn.Module) -> dict[str, Tensor]:
 
 def test_per_sample_gradients_of_a_watched_model_are_those_of_any_other() -> None:
     model = mlp()
-    optimizer = TEKFAC(model, lr=0.05, seed=0, **EVERY_STEP)
+    optimizer = TEKFAC.natural(model, lr=0.05, seed=0, **EVERY_STEP)
     assert_identical(per_sample_gradients(model), per_sample_gradients(mlp()))
     twin = mlp()
-    other = TEKFAC(twin, lr=0.05, seed=0, **EVERY_STEP)
+    other = TEKFAC.natural(twin, lr=0.05, seed=0, **EVERY_STEP)
     for batch in vectors(2):
         train(model, optimizer, [batch])
         per_sample_gradients(model)
@@ -356,7 +356,7 @@ def test_per_sample_gradients_of_a_watched_model_are_those_of_any_other() -> Non
 @pytest.mark.parametrize("transform", [torch.func.jacrev, lambda f: torch.func.jacrev(torch.func.jacrev(f))])
 def test_other_transforms_work_on_a_watched_model(transform: Any) -> None:
     model = mlp()
-    optimizer = TEKFAC(model)
+    optimizer = TEKFAC.natural(model)
     x = vectors(1)[0][0]
 
     def outputs(weight: Tensor) -> Tensor:
@@ -387,7 +387,7 @@ def test_checkpointed_segments_are_measured_as_the_others_are(fisher: Any) -> No
     states = []
     for saving in (False, True):
         model = Checkpointed(saving)
-        optimizer = TEKFAC(model, lr=0.05, seed=0, fisher=fisher, factors_every=2)
+        optimizer = TEKFAC.natural(model, lr=0.05, seed=0, fisher=fisher, factors_every=2)
         train(model, optimizer, vectors(3))
         states.append(everything(model, optimizer))
     assert_identical(*states)
@@ -399,7 +399,7 @@ def test_a_gradient_penalty_is_differentiated_as_without_the_optimizer() -> None
     results = []
     for watched in (False, True):
         model = mlp()
-        optimizer = TEKFAC(model) if watched else None
+        optimizer = TEKFAC.natural(model) if watched else None
         x, y = vectors(1)[0]
         x = x.requires_grad_()
         loss = F.cross_entropy(model(x), y)

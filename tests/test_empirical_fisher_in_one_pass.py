@@ -76,7 +76,7 @@ def test_so_many_backward_passes_are_made(fisher: Any, expected: int) -> None:
             return out
 
     model = seeded(Plain)
-    optimizer = TEKFAC(model, fisher=fisher, **clocks(TEKFAC))
+    optimizer = TEKFAC.natural(model, fisher=fisher, **clocks(TEKFAC))
     Counting.passes = 0
     step(model, optimizer)
     assert Counting.passes == expected
@@ -92,7 +92,7 @@ def test_the_blocks_are_those_of_a_second_pass(
         if not own_pass:
             monkeypatch.setattr(Descent, "will_run", lambda self: False)
         model = seeded(Net)
-        optimizer = method(model, lr=1e-30, fisher="empirical", **clocks(method))
+        optimizer = method.natural(model, lr=1e-30, fisher="empirical", **clocks(method))
         step(model, optimizer)
         found.append(statistics(optimizer))
     assert list(found[0]) == list(found[1])
@@ -105,7 +105,7 @@ def test_micro_batches_add_up() -> None:
     runs = []
     for parts in (1, 5):
         model = seeded(Net)
-        optimizer = TEKFAC(model, lr=1e-30, fisher="empirical", **clocks(TEKFAC))
+        optimizer = TEKFAC.natural(model, lr=1e-30, fisher="empirical", **clocks(TEKFAC))
         x, y = data()
         for own_x, own_y in zip(x.chunk(parts), y.chunk(parts), strict=True):
             (F.cross_entropy(model(own_x), own_y) / parts).backward()
@@ -119,7 +119,7 @@ def test_a_second_backward_pass_through_the_same_graph_is_not_measured() -> None
     runs = []
     for times in (1, 2):
         model = seeded(Net)
-        optimizer = TEKFAC(model, lr=1e-30, fisher="empirical", **clocks(TEKFAC))
+        optimizer = TEKFAC.natural(model, lr=1e-30, fisher="empirical", **clocks(TEKFAC))
         x, y = data()
         loss = F.cross_entropy(model(x), y)
         for _ in range(times):
@@ -133,7 +133,7 @@ def test_a_second_backward_pass_through_the_same_graph_is_not_measured() -> None
 def test_a_pass_that_stops_early_gets_a_second_one() -> None:
     """backward(inputs=...) does not come to all layers: their gradients are then sent down as before."""
     model = seeded(Net)
-    optimizer = TEKFAC(model, fisher="empirical", **clocks(TEKFAC))
+    optimizer = TEKFAC.natural(model, fisher="empirical", **clocks(TEKFAC))
     x, y = data()
     F.cross_entropy(model(x), y).backward(inputs=list(model.head.parameters()))
     optimizer.step()
@@ -145,7 +145,7 @@ def test_a_skipped_backward_pass_leaves_nothing_behind() -> None:
     runs = []
     for abandoned in (False, True):
         model = seeded(Net)
-        optimizer = TEKFAC(model, fisher="empirical", **clocks(TEKFAC))
+        optimizer = TEKFAC.natural(model, fisher="empirical", **clocks(TEKFAC))
         if abandoned:
             x, y = data(9)
             F.cross_entropy(model(x), y).backward()
@@ -161,7 +161,7 @@ def test_the_mode_of_the_pass_counts_and_not_that_of_the_step() -> None:
         model = seeded(
             lambda: nn.Sequential(nn.Conv1d(3, 4, 2), nn.BatchNorm1d(4), nn.Flatten(), nn.Linear(12, 3))
         )
-        optimizer = TEKFAC(model, fisher="empirical")
+        optimizer = TEKFAC.natural(model, fisher="empirical")
         F.cross_entropy(model(normal(6, 3, 4)), torch.arange(6) % 3).backward()
         model.train(mode)
         optimizer.step()
@@ -182,7 +182,7 @@ def test_what_cannot_be_divided_is_said_once_and_counted_never() -> None:
             return out[:5]
 
     model = seeded(Flattened)
-    optimizer = TEKFAC(model, fisher="empirical")
+    optimizer = TEKFAC.natural(model, fisher="empirical")
     F.cross_entropy(model(normal(6, 5)), torch.arange(5) % 3).backward()
     with pytest.raises(ValueError, match="cannot be told apart"):
         optimizer.step()

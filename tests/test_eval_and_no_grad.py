@@ -69,7 +69,7 @@ SILENT: dict[str, Callable[[nn.Module], None]] = {
 def test_such_passes_leave_the_training_as_it_was(what: str, when: str) -> None:
     def run(disturb: Callable[[nn.Module], None]) -> Any:
         model = mlp()
-        optimizer = TEKFAC(model, lr=0.05, seed=0, **INTERVALS)
+        optimizer = TEKFAC.natural(model, lr=0.05, seed=0, **INTERVALS)
         for x, y in vectors(4):
             optimizer.zero_grad()
             loss = F.cross_entropy(model(x), y)
@@ -89,7 +89,7 @@ def test_such_passes_leave_the_training_as_it_was(what: str, when: str) -> None:
 def after_a_training_pass(fisher: Any, forget: Callable[[nn.Module, NaturalGradient], None] | None) -> Any:
     """The training after a step, before which there was another training pass, unless forget is None."""
     model = mlp()
-    optimizer = TEKFAC(model, lr=0.05, seed=0, fisher=fisher, **INTERVALS)
+    optimizer = TEKFAC.natural(model, lr=0.05, seed=0, fisher=fisher, **INTERVALS)
     if forget is not None:
         backward(model, OTHER)
         forget(model, optimizer)
@@ -157,7 +157,7 @@ def test_a_part_in_eval_mode_is_recorded_inside_a_training_pass_as_it_works_ther
     weight, bias = model.norm.weight, model.norm.bias
     expected = autograd_fisher(model, batch, [weight, bias])
     units = torch.stack([expected[[c, c + 4]][:, [c, c + 4]] for c in range(4)])
-    optimizer = TEKFAC(model, lr=1e-30, momentum=0.0, fisher="empirical")
+    optimizer = TEKFAC.natural(model, lr=1e-30, momentum=0.0, fisher="empirical")
     train(model, optimizer, [batch])
     assert set(optimizer.curvature) == {"body", "norm", "head"}
     found = optimizer.curvature["norm"]
@@ -168,7 +168,7 @@ def test_a_part_in_eval_mode_is_recorded_inside_a_training_pass_as_it_works_ther
 def test_a_linear_part_in_eval_mode_is_recorded_as_in_training_mode() -> None:
     def run(part_in_eval_mode: bool) -> Any:
         model = mlp()
-        optimizer = TEKFAC(model, lr=0.05, seed=0, **INTERVALS)
+        optimizer = TEKFAC.natural(model, lr=0.05, seed=0, **INTERVALS)
         model[0].train(not part_in_eval_mode)
         train(model, optimizer, vectors(3))
         assert set(optimizer.curvature) == {"0", "2"}
@@ -179,7 +179,7 @@ def test_a_linear_part_in_eval_mode_is_recorded_as_in_training_mode() -> None:
 
 def test_a_model_in_eval_mode_is_not_recorded_even_if_a_part_is_in_training_mode() -> None:
     model = mlp()
-    optimizer = TEKFAC(model, lr=0.05)
+    optimizer = TEKFAC.natural(model, lr=0.05)
     model.eval()
     model[0].train()
     train(model, optimizer, vectors(1))
@@ -200,7 +200,7 @@ def test_a_part_under_no_grad_is_not_recorded_inside_a_training_pass() -> None:
             return out
 
     model = Frozen()
-    optimizer = TEKFAC(model, lr=0.05)
+    optimizer = TEKFAC.natural(model, lr=0.05)
     before = model.body.weight.detach().clone()
     train(model, optimizer, vectors(2))
     assert set(optimizer.curvature) == {"head"}
@@ -209,7 +209,7 @@ def test_a_part_under_no_grad_is_not_recorded_inside_a_training_pass() -> None:
 
 def never_seen(call: Callable[[nn.Sequential, Tensor], Tensor]) -> tuple[nn.Module, NaturalGradient]:
     model = mlp()
-    optimizer = TEKFAC(model, lr=0.05, momentum=0.0)
+    optimizer = TEKFAC.natural(model, lr=0.05, momentum=0.0)
     for x, y in vectors(3):
         optimizer.zero_grad()
         F.cross_entropy(call(model, x), y).backward()
@@ -240,7 +240,7 @@ def test_a_model_left_in_eval_mode_is_reported_too(caplog: pytest.LogCaptureFixt
 def test_what_was_not_seen_at_first_is_preconditioned_as_soon_as_it_is() -> None:
     """No step without a preconditioner: a first step in eval mode does not cost a whole interval."""
     model = mlp()
-    optimizer = TEKFAC(model, lr=0.05)
+    optimizer = TEKFAC.natural(model, lr=0.05)
     model.eval()
     train(model, optimizer, vectors(1))
     model.train()
@@ -251,7 +251,7 @@ def test_what_was_not_seen_at_first_is_preconditioned_as_soon_as_it_is() -> None
 @pytest.mark.parametrize("context", [nullcontext, torch.no_grad])
 def test_step_itself_records_no_graph(context: Callable[[], Any]) -> None:
     model = mlp()
-    optimizer = TEKFAC(model, lr=0.05)
+    optimizer = TEKFAC.natural(model, lr=0.05)
     backward(model, vectors(1)[0])
     with context():
         optimizer.step()

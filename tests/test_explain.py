@@ -96,11 +96,12 @@ def test_memory_is_what_the_curvature_takes(method: type[NaturalGradient], setti
     cross_entropy(model(tokens).mT, tokens).backward()
     optimizer.step()
     expected = {layer.name: layer.memory for layer in told(model, method=method.__name__, **settings).layers}
-    blocks = optimizer._network.blocks
+    blocks, motions = optimizer._network.blocks, optimizer._network.motions
     assert blocks.keys() == expected.keys()
     for name, block in blocks.items():
         held = [*block.moments.values, *block.basis]
         held += [] if block.theta is None else list(block.theta.values)
+        held += list(motions[name].second.values)
         assert sum(tensor.numel() * tensor.element_size() for tensor in held) == expected[name], name
 
 
@@ -130,7 +131,7 @@ def test_it_is_printed_and_returned() -> None:
     lines = file.getvalue().splitlines()
     assert lines[0].split() == list(HEADER)
     assert any(line.startswith("attention.out_proj") for line in lines)
-    assert "By momentum SGD on the raw gradient:" in lines
+    assert "By AdamW, on the raw gradient:" in lines
     assert repr(explanation).startswith("Explanation(TEKFAC: 9 layers with ")
 
 

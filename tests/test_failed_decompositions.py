@@ -11,7 +11,7 @@ from torch import Tensor
 
 from dense import METHODS, assert_close, statistics
 from tekfac import TEKFAC
-from tekfac.curvature.rescaling import rotated
+from tekfac.curvature.eigenbasis import Turn
 from tekfac.curvature.symmetric import JITTERS, DecompositionError, symmetric_eigen
 from tekfac.optim.natural_gradient import NaturalGradient
 from training import assert_identical, mlp, through_a_file, train, vectors
@@ -79,7 +79,7 @@ def test_the_old_basis_is_kept_and_counted_and_training_goes_on(
     method: type[NaturalGradient], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model, data = mlp(), vectors(3)
-    optimizer = method(model, lr=0.01, **EVERY_STEP)  # type: ignore[arg-type]
+    optimizer = method.natural(model, lr=0.01, **EVERY_STEP)  # type: ignore[arg-type]
     train(model, optimizer, data[:1])
     old = dict(statistics(optimizer))
     weight = model[0].weight.detach().clone()
@@ -101,7 +101,9 @@ def test_the_old_basis_is_kept_and_counted_and_training_goes_on(
 def test_theta_goes_on_in_the_kept_basis(monkeypatch: pytest.MonkeyPatch) -> None:
     """It is measured in the basis in use, and rotated only once there is a new one."""
     model, data = mlp(), vectors(3)
-    optimizer = TEKFAC(model, lr=0.01, fisher="exact", rescaling_decay=0.5, rescaling_every=2, **EVERY_STEP)
+    optimizer = TEKFAC.natural(
+        model, lr=0.01, fisher="exact", rescaling_decay=0.5, rescaling_every=2, **EVERY_STEP
+    )
     train(model, optimizer, data[:1])
     old = statistics(optimizer)["0"]
     with monkeypatch.context() as patch:
@@ -114,7 +116,7 @@ def test_theta_goes_on_in_the_kept_basis(monkeypatch: pytest.MonkeyPatch) -> Non
     model.zero_grad()
     train(model, optimizer, data[2:])
     new = statistics(optimizer)["0"]
-    turned = rotated(kept.rescaling, kept.basis, new.basis)
+    turned = Turn.of(kept.basis, new.basis).diagonal(kept.rescaling)
     assert_close(turned.sum(), kept.rescaling.sum())
     assert new.theta is not None
     assert new.theta.weight == 1.5
@@ -125,7 +127,7 @@ def test_without_an_old_basis_the_coordinate_axes_are_used(
     method: type[NaturalGradient], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model, data = mlp(), vectors(2)
-    optimizer = method(model, lr=0.01, damping=0.1, **EVERY_STEP)  # type: ignore[arg-type]
+    optimizer = method.natural(model, lr=0.01, damping=0.1, **EVERY_STEP)  # type: ignore[arg-type]
     with monkeypatch.context() as patch:
         patch.setattr(torch.linalg, "eigh", Failing(None))
         train(model, optimizer, data[:1])
@@ -139,7 +141,7 @@ def test_without_an_old_basis_the_coordinate_axes_are_used(
 
 def test_one_failing_layer_does_not_hold_the_others_back(monkeypatch: pytest.MonkeyPatch) -> None:
     model, data = mlp(), vectors(2)
-    optimizer = TEKFAC(model, lr=0.01, **EVERY_STEP)
+    optimizer = TEKFAC.natural(model, lr=0.01, **EVERY_STEP)
     train(model, optimizer, data[:1])
     old = dict(statistics(optimizer))
 
@@ -157,11 +159,11 @@ def test_one_failing_layer_does_not_hold_the_others_back(monkeypatch: pytest.Mon
 
 def test_the_count_is_saved(monkeypatch: pytest.MonkeyPatch) -> None:
     model = mlp()
-    optimizer = TEKFAC(model, lr=0.01, **EVERY_STEP)
+    optimizer = TEKFAC.natural(model, lr=0.01, **EVERY_STEP)
     with monkeypatch.context() as patch:
         patch.setattr(torch.linalg, "eigh", Failing(None))
         train(model, optimizer, vectors(1))
-    other = TEKFAC(mlp(), lr=0.01, **EVERY_STEP)
+    other = TEKFAC.natural(mlp(), lr=0.01, **EVERY_STEP)
     other.load_state_dict(through_a_file(optimizer.state_dict()))
     assert other.failed_refreshes == 2
     assert_identical(other, optimizer)
@@ -172,7 +174,7 @@ def test_errors_that_are_not_of_the_decomposition_are_not_swallowed(monkeypatch:
         raise KeyboardInterrupt
 
     model = mlp()
-    optimizer = TEKFAC(model, lr=0.01)
+    optimizer = TEKFAC.natural(model, lr=0.01)
     monkeypatch.setattr(torch.linalg, "eigh", interrupted)
     with pytest.raises(KeyboardInterrupt):
         train(model, optimizer, vectors(1))

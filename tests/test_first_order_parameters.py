@@ -39,7 +39,9 @@ def test_other_parameters_follow_torch_sgd_bit_for_bit(method: type[NaturalGradi
     build, position, first_order = FIRST_ORDER[choice]
     model = build()
     other = model[position]
-    optimizer = method(model, lr=0.01, momentum=0.8, first_order=first_order, first_order_lr=0.3, damping=0.1)
+    optimizer = method.natural(
+        model, lr=0.01, momentum=0.8, first_order=first_order, first_order_lr=0.3, damping=0.1
+    )
     twins = {n: nn.Parameter(p.detach().clone()) for n, p in other.named_parameters()}
     assert twins
     sgd = torch.optim.SGD(twins.values(), lr=0.3, momentum=0.8)
@@ -60,7 +62,7 @@ def test_other_parameters_follow_torch_sgd_bit_for_bit(method: type[NaturalGradi
 def test_their_rate_is_that_of_the_layers_where_none_is_given(choice: str) -> None:
     build, position, first_order = FIRST_ORDER[choice]
     model = build()
-    layers, rest = TEKFAC(model, lr=0.02, first_order=first_order).param_groups
+    layers, rest = TEKFAC.natural(model, lr=0.02, first_order=first_order).param_groups
     assert [layers["lr"], rest["lr"]] == [0.02, 0.02]
     assert [id(p) for p in rest["params"]] == [id(p) for p in model[position].parameters()]
 
@@ -78,7 +80,7 @@ def test_their_rate_is_that_of_the_layers_where_none_is_given(choice: str) -> No
 )
 def test_a_layer_can_be_left_to_first_order_by_name_module_type_or_parameters(choose: Any) -> None:
     model = cnn()
-    optimizer = TEKFAC(model, lr=0.01, momentum=0.0, first_order=choose(model), first_order_lr=0.25)
+    optimizer = TEKFAC.natural(model, lr=0.01, momentum=0.0, first_order=choose(model), first_order_lr=0.25)
     start = model[4].weight.detach().clone()
     train(model, optimizer, images(1))
     assert set(optimizer.curvature) == {"0", "1"}
@@ -89,7 +91,7 @@ def test_a_type_stands_for_all_modules_of_the_type() -> None:
     model = nn.Sequential(
         nn.Linear(5, 4), nn.LayerNorm(4), nn.Tanh(), nn.LayerNorm(4), nn.Linear(4, 3)
     ).double()
-    optimizer = TEKFAC(model, lr=0.01, momentum=0.0, first_order=[nn.LayerNorm], first_order_lr=0.25)
+    optimizer = TEKFAC.natural(model, lr=0.01, momentum=0.0, first_order=[nn.LayerNorm], first_order_lr=0.25)
     start = {n: p.detach().clone() for n, p in model.named_parameters()}
     train(model, optimizer, vectors(1))
     assert set(optimizer.curvature) == {"0", "4"}
@@ -100,7 +102,7 @@ def test_a_type_stands_for_all_modules_of_the_type() -> None:
 
 def test_a_bias_can_be_left_to_first_order_alone() -> None:
     model = mlp()
-    optimizer = TEKFAC(model, lr=0.01, momentum=0.0, first_order=["0.bias"], first_order_lr=0.25)
+    optimizer = TEKFAC.natural(model, lr=0.01, momentum=0.0, first_order=["0.bias"], first_order_lr=0.25)
     start = model[0].bias.detach().clone()
     train(model, optimizer, vectors(1))
     assert optimizer.curvature["0"].rescaling.shape == (1, 4, 5)
@@ -112,7 +114,7 @@ def test_they_are_all_named_in_one_log_line(choice: str, caplog: pytest.LogCaptu
     build, position, first_order = FIRST_ORDER[choice]
     model = build()
     with caplog.at_level(logging.INFO, "tekfac"):
-        optimizer = TEKFAC(model, lr=0.01, first_order=first_order)
+        optimizer = TEKFAC.natural(model, lr=0.01, first_order=first_order)
     naming = [r.getMessage() for r in caplog.records if f"{position}.weight" in r.getMessage()]
     assert len(naming) == 1
     for name, parameter in model.named_parameters():
@@ -126,7 +128,7 @@ def test_they_are_all_named_in_one_log_line(choice: str, caplog: pytest.LogCaptu
 
 def test_where_all_types_have_blocks_nothing_is_left_out(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, "tekfac"):
-        optimizer = TEKFAC(cnn(), lr=0.01)
+        optimizer = TEKFAC.natural(cnn(), lr=0.01)
     (record,) = caplog.records
     assert "3 layer(s) with 100% of the trainable parameters. Nothing is left out." in record.getMessage()
     assert len(optimizer.param_groups) == 1
@@ -134,7 +136,7 @@ def test_where_all_types_have_blocks_nothing_is_left_out(caplog: pytest.LogCaptu
 
 def test_an_unknown_name_is_refused_with_the_names_there_are() -> None:
     with pytest.raises(ValueError, match=r"first_order names 'decoder'.*'0'"):
-        TEKFAC(mlp(), first_order=["decoder"])
+        TEKFAC.natural(mlp(), first_order=["decoder"])
 
 
 def test_frozen_parameters_are_left_alone() -> None:
@@ -142,7 +144,7 @@ def test_frozen_parameters_are_left_alone() -> None:
     for parameter in (*model[0].parameters(), model[1].weight):
         parameter.requires_grad_(False)
     frozen = {n: p.detach().clone() for n, p in model.named_parameters() if not p.requires_grad}
-    optimizer = TEKFAC(model, lr=0.01, weight_decay=0.1)
+    optimizer = TEKFAC.natural(model, lr=0.01, weight_decay=0.1)
     train(model, optimizer, images(3))
     assert {n for n, p in model.named_parameters() if not p.requires_grad} == set(frozen)
     assert_identical({n: p.detach() for n, p in model.named_parameters() if n in frozen}, frozen)
@@ -155,7 +157,7 @@ def test_a_trained_bias_beside_a_frozen_weight_has_the_first_order_rate(
     model = mlp()
     model[0].weight.requires_grad_(False)
     with caplog.at_level(logging.INFO, "tekfac"):
-        optimizer = TEKFAC(model, lr=0.01, momentum=0.0, first_order_lr=0.25)
+        optimizer = TEKFAC.natural(model, lr=0.01, momentum=0.0, first_order_lr=0.25)
     assert "0.bias" in caplog.text
     start = model[0].bias.detach().clone()
     train(model, optimizer, vectors(1))
@@ -185,7 +187,7 @@ def test_a_subclass_that_computes_something_else_is_left_to_first_order_with_a_r
     position = 4 if isinstance(layer, nn.Linear) else 0
     model[position] = layer.double()
     with caplog.at_level(logging.WARNING, "tekfac"):
-        optimizer = TEKFAC(model, lr=0.01)
+        optimizer = TEKFAC.natural(model, lr=0.01)
     assert type(layer).__name__ in caplog.text
     train(model, optimizer, images(1))
     assert str(position) not in optimizer.curvature
@@ -199,7 +201,7 @@ def test_a_module_whose_own_forward_was_replaced_is_left_to_first_order_with_a_r
     layer = model[0]
     layer.forward = lambda x: F.linear(x, 2 * layer.weight, layer.bias)
     with caplog.at_level(logging.WARNING, "tekfac"):
-        optimizer = TEKFAC(model, lr=0.01)
+        optimizer = TEKFAC.natural(model, lr=0.01)
     assert "'0.weight'" in caplog.text
     train(model, optimizer, vectors(1))
     assert set(optimizer.curvature) == {"2"}
@@ -211,7 +213,7 @@ def test_a_subclass_that_computes_the_same_is_preconditioned() -> None:
 
     model = mlp()
     model[0] = Named(5, 4).double()
-    optimizer = TEKFAC(model, lr=0.01)
+    optimizer = TEKFAC.natural(model, lr=0.01)
     train(model, optimizer, vectors(1))
     assert set(optimizer.curvature) == {"0", "2"}
 
@@ -220,7 +222,7 @@ def test_a_parametrized_weight_is_left_to_first_order_with_a_reason(caplog: pyte
     model = mlp()
     torch.nn.utils.parametrizations.weight_norm(model[0])
     with caplog.at_level(logging.WARNING, "tekfac"):
-        optimizer = TEKFAC(model, lr=0.01)
+        optimizer = TEKFAC.natural(model, lr=0.01)
     assert "parametrized" in caplog.text
     train(model, optimizer, vectors(2))
     assert set(optimizer.curvature) == {"2"}
@@ -247,7 +249,9 @@ def test_projections_of_multi_head_attention_are_preconditioned_and_none_is_repo
 ) -> None:
     model, (batch,) = Attention(), vectors(1)
     with caplog.at_level(logging.INFO, "tekfac"):
-        optimizer = TEKFAC(model, lr=1.0, momentum=0.0, damping=0.1, fisher="exact", first_order_lr=0.25)
+        optimizer = TEKFAC.natural(
+            model, lr=1.0, momentum=0.0, damping=0.1, fisher="exact", first_order_lr=0.25
+        )
     assert "Nothing is left out" in caplog.text
     before = {n: p.detach().clone() for n, p in model.named_parameters()}
     train(model, optimizer, [batch])
@@ -269,7 +273,7 @@ def test_of_multi_head_attention_only_what_has_no_block_or_is_requested_is_left_
         left = {f"attention.{name}" for name, _ in model.attention.named_parameters()}
         blocks = {"head"}
     with caplog.at_level(logging.INFO, "tekfac"):
-        optimizer = TEKFAC(
+        optimizer = TEKFAC.natural(
             model,
             lr=0.01,
             momentum=0.0,
@@ -277,7 +281,7 @@ def test_of_multi_head_attention_only_what_has_no_block_or_is_requested_is_left_
             first_order=[nn.MultiheadAttention] if how == "on request" else (),
         )
     (record,) = caplog.records
-    named = record.getMessage().partition("raw gradient: ")[2].removesuffix(".").split(", ")
+    named = record.getMessage().partition("By first order: ")[2].removesuffix(".").split(", ")
     assert set(named) == left
     before = {n: p.detach().clone() for n, p in model.named_parameters()}
     train(model, optimizer, vectors(1))
@@ -308,7 +312,7 @@ TOKENS = (torch.tensor([0, 2, 2]), torch.tensor([0, 1, 2]))
 @pytest.mark.parametrize("first_order", [["table"], [nn.Embedding], nn.Embedding], ids=str)
 def test_a_sparse_gradient_of_an_embedding_left_to_first_order_is_used_as_sgd_uses_it(first_order: Any) -> None:
     model = Embedded()
-    optimizer = TEKFAC(model, lr=0.01, momentum=0.0, first_order=first_order, first_order_lr=0.25)
+    optimizer = TEKFAC.natural(model, lr=0.01, momentum=0.0, first_order=first_order, first_order_lr=0.25)
     start = model.table.weight.detach().clone()
     train(model, optimizer, [TOKENS])
     gradient = model.table.weight.grad
@@ -323,7 +327,7 @@ def test_a_sparse_gradient_of_an_embedding_is_preconditioned_as_a_dense_one() ->
     for sparse in (True, False):
         model = Embedded()
         model.table.sparse = sparse
-        optimizer = TEKFAC(model, lr=0.1, damping=0.1, seed=0)
+        optimizer = TEKFAC.natural(model, lr=0.1, damping=0.1, seed=0)
         train(model, optimizer, [TOKENS] * 3)
         assert model.table.weight.grad.is_sparse == sparse  # type: ignore[union-attr]
         assert set(optimizer.curvature) == {"table", "head"}

@@ -39,7 +39,6 @@ from tekfac import TEKFAC, fisher
 from tekfac.curvature.blocks.dense import DenseBlock
 from tekfac.curvature.blocks.kronecker import KroneckerBlock
 from tekfac.likelihoods import Categorical, Gaussian, Likelihood
-from tekfac.methods import default_settings
 from tekfac.optim.natural_gradient import NaturalGradient
 from training import Batch, assert_identical, backward, cnn, copied, images, mlp, train, vectors
 
@@ -130,7 +129,7 @@ def test_the_default_sharing_is_that_of_the_optimizer(method: type[NaturalGradie
     case = case_of("conv2d", True)
     loader = batched((case.inputs, case.labels))
     default = fisher.estimate(case.model, loader, method=name_of(method))
-    own = default_settings(method.method)["sharing"]
+    own = own_sharing(method)
     assert default.metadata["sharing"] == own
     named = fisher.estimate(case.model, loader, method=f"{method.__name__}:{own}")
     assert_close(named["layer"].to_dense(), default["layer"].to_dense())
@@ -318,7 +317,7 @@ def test_an_estimate_takes_the_step_of_an_optimizer_that_measured_the_same_batch
     case = case_of("conv2d", True)
     blocks = fisher.estimate(case.model, [(case.inputs, case.labels)], method=name_of(method))
     before = {name: p.detach().clone() for name, p in case.model.named_parameters()}
-    optimizer = method(case.model, lr=1.0, momentum=0.0, damping=0.1, fisher="exact")
+    optimizer = method.natural(case.model, lr=1.0, momentum=0.0, damping=0.1, fisher="exact")
     optimizer.zero_grad()
     backward(case.model, (case.inputs, case.labels))
     gradients = {name: p.grad.clone() for name, p in case.model.named_parameters() if p.grad is not None}
@@ -425,7 +424,7 @@ def test_it_works_without_gradients_and_leaves_them_off(call: str) -> None:
 @every_call
 def test_an_optimizer_that_watches_the_model_does_not_notice(call: str) -> None:
     models = cnn(), cnn()
-    optimizers = [TEKFAC(model, lr=0.05, seed=0, factors_every=1) for model in models]
+    optimizers = [TEKFAC.natural(model, lr=0.05, seed=0, factors_every=1) for model in models]
     for model, optimizer in zip(models, optimizers, strict=True):
         train(model, optimizer, images(2))
         if model is models[0]:

@@ -33,7 +33,7 @@ LAYERS = ("0", "2")
 def measure(method: type[NaturalGradient], **settings: Any) -> NaturalGradient:
     """An optimizer after one step on one batch."""
     model = mlp()
-    optimizer = method(model, lr=1e-30, momentum=0.0, damping=1e-3, **settings)
+    optimizer = method.natural(model, lr=1e-30, momentum=0.0, damping=1e-3, **settings)
     train(model, optimizer, vectors(1))
     return optimizer
 
@@ -70,7 +70,7 @@ def test_empirical_is_of_the_training_labels(method: type[NaturalGradient], laye
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
 def test_statistics_do_not_depend_on_the_reduction_of_the_loss(fisher: Any, reduction: Any) -> None:
     model = mlp()
-    optimizer = TEKFAC(model, lr=1e-30, fisher=fisher, loss_reduction=reduction, seed=0)
+    optimizer = TEKFAC.natural(model, lr=1e-30, fisher=fisher, loss_reduction=reduction, seed=0)
     train(model, optimizer, vectors(1), lambda z, y: F.cross_entropy(z, y, reduction=reduction))
     reference = measure(TEKFAC, fisher=fisher, seed=0)
     for layer in LAYERS:
@@ -83,7 +83,7 @@ def test_micro_batches_are_one_large_batch(fisher: Any) -> None:
     blocks = []
     for parts in ([slice(0, 6)], [slice(0, 2), slice(2, 6)]):
         model = mlp()
-        optimizer = TEKFAC(model, lr=1e-30, fisher=fisher, loss_reduction="sum")
+        optimizer = TEKFAC.natural(model, lr=1e-30, fisher=fisher, loss_reduction="sum")
         for part in parts:
             F.cross_entropy(model(x[part]), y[part], reduction="sum").backward()
         optimizer.step()
@@ -95,7 +95,7 @@ def test_exact_knows_neither_the_labels_nor_the_seed() -> None:
     states = []
     for shift, seed in ((0, 1), (1, 2)):
         model = mlp()
-        optimizer = TEKFAC(model, lr=1e-30, fisher="exact", seed=seed)
+        optimizer = TEKFAC.natural(model, lr=1e-30, fisher="exact", seed=seed)
         train(model, optimizer, [(x, (y + shift) % 3) for x, y in vectors(1)])
         states.append(saved_curvature(optimizer.state_dict()))
     assert_identical(*states)
@@ -110,7 +110,7 @@ def test_the_average_of_many_draws_converges_to_the_exact_fisher() -> None:
     errors = []
     for draws in (20, 1000):
         model = mlp()
-        optimizer = TKFAC(
+        optimizer = TKFAC.natural(
             model,
             lr=1e-30,
             factor_decay=1 - 1e-12,
@@ -133,7 +133,7 @@ def test_the_average_of_many_draws_converges_to_the_exact_fisher() -> None:
 
 def test_draws_leave_the_global_generator_alone() -> None:
     model = mlp()
-    optimizer = TEKFAC(model, lr=0.05, factors_every=1)
+    optimizer = TEKFAC.natural(model, lr=0.05, factors_every=1)
     before = torch.get_rng_state()
     train(model, optimizer, vectors(3))
     assert torch.equal(torch.get_rng_state(), before)
@@ -142,7 +142,7 @@ def test_draws_leave_the_global_generator_alone() -> None:
 def test_the_global_generator_leaves_the_draws_alone() -> None:
     def run(disturb: bool) -> Any:
         model = mlp()
-        optimizer = TEKFAC(model, lr=0.05, seed=0, factors_every=1, rescaling_every=1)
+        optimizer = TEKFAC.natural(model, lr=0.05, seed=0, factors_every=1, rescaling_every=1)
         for k, batch in enumerate(vectors(4)):
             if disturb:
                 torch.manual_seed(1000 + k)
@@ -157,7 +157,7 @@ def test_dropout_draws_the_same_masks_as_without_the_optimizer() -> None:
     def losses(with_optimizer: bool) -> list[float]:
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(5, 4), nn.Dropout(), nn.Linear(4, 3)).double()
-        optimizer = TEKFAC(model, lr=1e-30, factors_every=1) if with_optimizer else None
+        optimizer = TEKFAC.natural(model, lr=1e-30, factors_every=1) if with_optimizer else None
         values = []
         for batch in vectors(3):
             values.append(float(backward(model, batch)))
@@ -179,7 +179,7 @@ def test_without_a_seed_the_global_one_decides() -> None:
     for seed in (5, 5, 6):
         model = mlp()
         torch.manual_seed(seed)
-        optimizer = TKFAC(model, lr=1e-30)
+        optimizer = TKFAC.natural(model, lr=1e-30)
         train(model, optimizer, vectors(1))
         moments.append(statistics(optimizer)["2"].moments.values)
     assert_identical(list(moments[0]), list(moments[1]))
@@ -188,7 +188,7 @@ def test_without_a_seed_the_global_one_decides() -> None:
 
 def test_every_measurement_draws_anew() -> None:
     model = mlp()
-    optimizer = TKFAC(model, lr=1e-30, factor_decay=0.0, factors_every=1)
+    optimizer = TKFAC.natural(model, lr=1e-30, factor_decay=0.0, factors_every=1)
     outputs = []
     for _ in range(2):
         train(model, optimizer, vectors(1))
@@ -228,7 +228,7 @@ class WithCounter(nn.Module):
 
 def passes_per_step(method: type[NaturalGradient], steps: int, **settings: Any) -> list[int]:
     model = WithCounter()
-    optimizer = method(model, lr=0.01, **settings)
+    optimizer = method.natural(model, lr=0.01, **settings)
     counts = []
     for batch in vectors(steps):
         Counted.passes = 0
@@ -261,7 +261,7 @@ def test_the_exact_fisher_costs_one_for_each_class() -> None:
 @pytest.mark.parametrize("fisher", FISHERS)
 def test_the_gradient_that_the_user_sees_is_untouched(fisher: Any) -> None:
     plain, watched = cnn(), cnn()
-    optimizer = TEKFAC(watched, fisher=fisher)
+    optimizer = TEKFAC.natural(watched, fisher=fisher)
     gradients = []
     for model in (plain, watched):
         backward(model, images(1)[0])

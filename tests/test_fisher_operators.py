@@ -157,7 +157,7 @@ def test_the_parameters_of_an_optimizers_curvature_are_in_the_order_of_the_model
             return self.second(x) + (self.first(x) if self.both else 0)  # type: ignore[no-any-return]
 
     model = Late()
-    optimizer = TEKFAC(model, factors_every=1)
+    optimizer = TEKFAC.natural(model, factors_every=1)
     train(model, optimizer, vectors(1))
     assert list(optimizer.curvature) == ["second"]
     model.both = True
@@ -218,7 +218,7 @@ def test_what_it_is_given_is_left_as_it_was(kind: str) -> None:
 def test_it_takes_gradients_as_they_are() -> None:
     """An optimizer's step without momentum is `solve` of its gradients."""
     model, other = mlp(), mlp()
-    optimizer = TEKFAC(model, lr=1.0, momentum=0.0, damping=0.1, fisher="exact")
+    optimizer = TEKFAC.natural(model, lr=1.0, momentum=0.0, damping=0.1, fisher="exact")
     (batch,) = vectors(1)
     train(model, optimizer, [batch])
     blocks = fisher.estimate(other, [batch])

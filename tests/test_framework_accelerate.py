@@ -50,7 +50,9 @@ def test_accumulated_batches_are_one_batch(accelerate_digits: ModuleType) -> Non
         accelerator = Accelerator(cpu=True, gradient_accumulation_steps=parts)
         torch.manual_seed(0)
         model = nn.Sequential(nn.Flatten(), nn.Linear(64, 12), nn.Tanh(), nn.Linear(12, 10))
-        optimizer = TEKFAC(model, lr=0.03, fisher="exact", factors_every=1, basis_every=1, rescaling_every=1)
+        optimizer = TEKFAC.natural(
+            model, lr=0.03, fisher="exact", factors_every=1, basis_every=1, rescaling_every=1
+        )
         model, optimizer = accelerator.prepare(model, optimizer)
         for start in range(0, 256, 64 // parts):
             with accelerator.accumulate(model):

@@ -62,7 +62,7 @@ def test_accumulated_batches_are_one_batch(lightning_digits: ModuleType, tmp_pat
 
         def configure_optimizers(self) -> Any:
             every_step = {"factors_every": 1, "basis_every": 1, "rescaling_every": 1}
-            return TEKFAC(self.network, lr=0.03, fisher="exact", **every_step)
+            return TEKFAC.natural(self.network, lr=0.03, fisher="exact", **every_step)
 
     ends = []
     for parts in (1, 2):

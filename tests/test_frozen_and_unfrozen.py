@@ -70,7 +70,7 @@ def test_what_is_frozen_at_first_is_preconditioned_from_the_next_measured_step_a
     method: type[NaturalGradient], frozen: tuple[str, ...]
 ) -> None:
     model = network(frozen)
-    optimizer = method(model, lr=LR, momentum=0.0, damping=DAMPING, **every_step(method))
+    optimizer = method.natural(model, lr=LR, momentum=0.0, damping=DAMPING, **every_step(method))
     for seed in range(2):
         moved = one_step(model, optimizer, seed)
         assert all(bool(moved[name].any()) != (name in frozen) for name in moved)
@@ -85,12 +85,12 @@ def test_the_curvature_after_unfreezing_is_that_of_a_model_that_never_was_frozen
     method: type[NaturalGradient], frozen: tuple[str, ...]
 ) -> None:
     model = network(frozen)
-    optimizer = method(model, lr=LR, momentum=0.0, damping=DAMPING, **every_step(method))
+    optimizer = method.natural(model, lr=LR, momentum=0.0, damping=DAMPING, **every_step(method))
     one_step(model, optimizer)
     set_frozen(model, frozen, False)
     twin = network()
     twin.load_state_dict(model.state_dict())
-    other = method(twin, lr=LR, momentum=0.0, damping=DAMPING, **every_step(method))
+    other = method.natural(twin, lr=LR, momentum=0.0, damping=DAMPING, **every_step(method))
     moved, expected = one_step(model, optimizer, seed=2), one_step(twin, other, seed=2)
     assert_close(optimizer.curvature.to_dense(), other.curvature.to_dense())
     for name in moved:
@@ -102,7 +102,7 @@ def test_steps_that_do_not_measure_come_between(frozen: tuple[str, ...]) -> None
     """Measured are steps 0, 4, 8; unfrozen after step 1. At step 4 at the latest the layer has its block."""
     model = network(frozen)
     clock = {"factors_every": 4, "basis_every": 4, "rescaling_every": 4}
-    optimizer = TEKFAC(model, lr=LR, momentum=0.0, damping=DAMPING, fisher="exact", **clock)
+    optimizer = TEKFAC.natural(model, lr=LR, momentum=0.0, damping=DAMPING, fisher="exact", **clock)
     for seed in range(2):
         one_step(model, optimizer, seed)
     set_frozen(model, frozen, False)
@@ -124,7 +124,7 @@ def test_frozen_parameters_never_move(
 ) -> None:
     """Not by weight decay, nor by the momentum of the time before they were frozen."""
     model = network()
-    optimizer = method(model, lr=0.05, momentum=0.9, weight_decay=0.1, damping=DAMPING, factors_every=2)
+    optimizer = method.natural(model, lr=0.05, momentum=0.9, weight_decay=0.1, damping=DAMPING, factors_every=2)
     for batch in vectors(3):
         optimizer.zero_grad(set_to_none)
         backward(model, batch)
@@ -149,7 +149,7 @@ def test_what_was_frozen_from_the_start_never_moves(
 ) -> None:
     model = network(frozen)
     before = parameters_of(model)
-    optimizer = method(model, lr=0.05, weight_decay=0.1, damping=DAMPING, factors_every=2)
+    optimizer = method.natural(model, lr=0.05, weight_decay=0.1, damping=DAMPING, factors_every=2)
     for batch in vectors(5):
         optimizer.zero_grad()
         backward(model, batch)
@@ -164,7 +164,7 @@ def test_frozen_in_the_middle_and_unfrozen_again_it_is_preconditioned_again(
     method: type[NaturalGradient], frozen: tuple[str, ...]
 ) -> None:
     model = network()
-    optimizer = method(model, lr=LR, momentum=0.0, damping=DAMPING, **every_step(method))
+    optimizer = method.natural(model, lr=LR, momentum=0.0, damping=DAMPING, **every_step(method))
     assert_preconditioned(model, optimizer, one_step(model, optimizer, seed=1))
     set_frozen(model, frozen, True)
     for seed in (2, 3):
@@ -177,9 +177,9 @@ def test_frozen_in_the_middle_and_unfrozen_again_it_is_preconditioned_again(
 def test_the_other_layers_do_not_notice() -> None:
     """Their curvature and steps are those of an optimizer that was never told of the frozen layer."""
     model = network(PARTS["the whole layer"])
-    optimizer = TEKFAC(model, lr=LR, damping=DAMPING, fisher="exact", factors_every=2)
+    optimizer = TEKFAC.natural(model, lr=LR, damping=DAMPING, fisher="exact", factors_every=2)
     twin = network(PARTS["the whole layer"])
-    other = TEKFAC(twin, lr=LR, damping=DAMPING, fisher="exact", factors_every=2, first_order=["2"])
+    other = TEKFAC.natural(twin, lr=LR, damping=DAMPING, fisher="exact", factors_every=2, first_order=["2"])
     for seed in range(3):
         one_step(model, optimizer, seed)
         one_step(twin, other, seed)
@@ -193,7 +193,7 @@ def test_everything_frozen_but_the_head_is_no_error() -> None:
     model = network()
     body = [name for name, _ in model.named_parameters() if not name.startswith("4.")]
     set_frozen(model, body, True)
-    optimizer = TEKFAC(model, lr=LR, momentum=0.0, damping=DAMPING, **every_step(TEKFAC))
+    optimizer = TEKFAC.natural(model, lr=LR, momentum=0.0, damping=DAMPING, **every_step(TEKFAC))
     moved = one_step(model, optimizer)
     assert [name for name in moved if bool(moved[name].any())] == ["4.weight", "4.bias"]
     assert set(optimizer.curvature) == {"4"}
@@ -207,7 +207,7 @@ def test_a_saved_run_goes_on_bit_for_bit(frozen: tuple[str, ...], when: str) -> 
     """The state is loaded into an optimizer that was made, like the first, for the frozen model."""
     settings: dict[str, Any] = {"lr": 0.05, "damping": DAMPING, "seed": 0, "factors_every": 2, "basis_every": 2}
     model = network(frozen)
-    optimizer = TEKFAC(model, **settings)
+    optimizer = TEKFAC.natural(model, **settings)
     for seed in range(3):
         one_step(model, optimizer, seed)
     if when == "after unfreezing":
@@ -220,7 +220,11 @@ def test_a_saved_run_goes_on_bit_for_bit(frozen: tuple[str, ...], when: str) -> 
     other.load_state_dict(saved["model"])
     if when == "after unfreezing":
         set_frozen(other, frozen, False)
-    resumed = TEKFAC(other, **settings) if when == "while frozen" else _made_for_frozen(other, frozen, settings)
+    resumed = (
+        TEKFAC.natural(other, **settings)
+        if when == "while frozen"
+        else _made_for_frozen(other, frozen, settings)
+    )
     resumed.load_state_dict(saved["optimizer"])
     assert_identical(resumed, saved["optimizer"])
     set_frozen(model, frozen, False)
@@ -235,7 +239,7 @@ def test_a_saved_run_goes_on_bit_for_bit(frozen: tuple[str, ...], when: str) -> 
 def _made_for_frozen(model: nn.Module, frozen: tuple[str, ...], settings: dict[str, Any]) -> NaturalGradient:
     """An optimizer with the param groups of a frozen model, which was unfrozen before its first step."""
     set_frozen(model, frozen, True)
-    optimizer = TEKFAC(model, **settings)
+    optimizer = TEKFAC.natural(model, **settings)
     set_frozen(model, frozen, False)
     return optimizer
 
@@ -243,7 +247,7 @@ def _made_for_frozen(model: nn.Module, frozen: tuple[str, ...], settings: dict[s
 def test_a_frozen_layer_between_trained_ones_passes_gradients_on() -> None:
     """And the gradients are torch's own."""
     model, twin = network(PARTS["the whole layer"]), network(PARTS["the whole layer"])
-    optimizer = TEKFAC(model, fisher="exact")
+    optimizer = TEKFAC.natural(model, fisher="exact")
     x, y = vectors(1)[0]
     F.cross_entropy(model(x), y).backward()
     F.cross_entropy(twin(x), y).backward()
@@ -255,7 +259,7 @@ def test_a_frozen_layer_between_trained_ones_passes_gradients_on() -> None:
 def test_the_log_counts_layers_that_are_trained_as_explain_does(caplog: pytest.LogCaptureFixture) -> None:
     model = network([name for name, _ in network().named_parameters() if not name.startswith("4.")])
     with caplog.at_level("INFO", logger="tekfac"):
-        TEKFAC(model)
+        TEKFAC.natural(model)
     assert "TEKFAC preconditions 1 layer(s)" in caplog.text
     assert "TEKFAC preconditions 1 layer(s)" in str(explain(model, file=None))
 
@@ -266,7 +270,7 @@ def test_what_is_unfrozen_after_its_pass_was_measured_changes_no_hook_inside_of_
 ) -> None:
     """Layers are looked at again by step(), where no hook is running; what was captured is read anew."""
     model = network()
-    optimizer = TEKFAC(model, **every_step(TEKFAC))
+    optimizer = TEKFAC.natural(model, **every_step(TEKFAC))
     hooks: list[int] = []
     model[0].register_forward_hook(lambda *_: hooks.append(len(model[2]._forward_hooks)))
     (batch,) = vectors(1)

@@ -115,7 +115,7 @@ def run(
     **settings: Any,
 ) -> NaturalGradient:
     """Train with one step per batch and one backward pass per micro-batch."""
-    optimizer = method(model, **settings_of(method, **settings))
+    optimizer = method.natural(model, **settings_of(method, **settings))
     for batch in batches:
         optimizer.zero_grad()
         for x, y in pieces(batch, split):
@@ -212,7 +212,7 @@ def test_several_forward_passes_before_one_backward_pass_count_as_one_batch(
     whole, cut = classifier(), classifier()
     (batch,) = labelled((5,))
     of_whole = run(method, whole, [batch], (N,), fisher=fisher)
-    of_cut = method(cut, **settings_of(method, fisher=fisher))
+    of_cut = method.natural(cut, **settings_of(method, fisher=fisher))
     of_cut.zero_grad()
     sum((of_mean(cut(x), y, batch[1]) for x, y in pieces(batch, split)), torch.zeros(())).backward()
     of_cut.step()
@@ -230,7 +230,7 @@ def test_statistics_of_one_step_do_not_leak_into_the_next(method: type[NaturalGr
 
     def trained(batches: list[tuple[Batch, Sequence[int]]], zero: bool) -> NaturalGradient:
         model = classifier()
-        optimizer = method(model, **settings)
+        optimizer = method.natural(model, **settings)
         for batch, split in batches:
             if zero:
                 optimizer.zero_grad()
@@ -251,7 +251,7 @@ def test_gradients_that_are_thrown_away_take_their_statistics_along(fisher: Any,
     first, second = labelled((5,), 2)
     model, other = classifier(), classifier()
     expected = run(TEKFAC, other, [second], (N,), fisher=fisher)
-    optimizer = TEKFAC(model, **SETTINGS, fisher=fisher)
+    optimizer = TEKFAC.natural(model, **SETTINGS, fisher=fisher)
     of_mean(model(first[0]), first[1], first[1]).backward()
     (optimizer if who == "the optimizer" else model).zero_grad()
     of_mean(model(second[0]), second[1], second[1]).backward()
@@ -264,7 +264,7 @@ def test_a_micro_batch_more_changes_the_curvature() -> None:
     (batch,) = labelled((5,))
     whole, cut = classifier(), classifier()
     of_whole = run(KFAC, whole, [batch], (N,), fisher="exact")
-    optimizer = KFAC(cut, **SETTINGS, fisher="exact")
+    optimizer = KFAC.natural(cut, **SETTINGS, fisher="exact")
     for x, y in pieces(batch, (7, 5, 4))[:2]:
         of_mean(cut(x), y, batch[1]).backward()
     optimizer.step()
@@ -278,7 +278,7 @@ def test_sampled_labels_need_no_weights_on_the_losses() -> None:
     dense = []
     for factor in (1.0, 0.25):
         model = classifier()
-        optimizer = TEKFAC(model, **SETTINGS, fisher="sampled", seed=0)
+        optimizer = TEKFAC.natural(model, **SETTINGS, fisher="sampled", seed=0)
         for x, y in pieces(batch, (4, 4, 4, 4)):
             (factor * F.cross_entropy(model(x), y)).backward()
         optimizer.step()

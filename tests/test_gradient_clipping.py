@@ -36,7 +36,7 @@ def stepped(
     method: type[NaturalGradient], model: nn.Module, clip: Clip | None
 ) -> tuple[NaturalGradient, dict[str, Tensor], dict[str, Tensor]]:
     """One measured step: the optimizer, the gradients it was given, and how far each parameter moved."""
-    optimizer = method(model, lr=LR, momentum=0.0, damping=DAMPING, fisher="exact")
+    optimizer = method.natural(model, lr=LR, momentum=0.0, damping=DAMPING, fisher="exact")
     backward(model, vectors(1, samples=12)[0])
     if clip is not None:
         clip(model)
@@ -61,7 +61,7 @@ def test_the_step_is_the_preconditioned_clipped_gradient(method: type[NaturalGra
 @every_method
 def test_clipping_on_a_step_that_does_not_measure_works_alike(method: type[NaturalGradient]) -> None:
     model = mlp()
-    optimizer = method(model, lr=LR, momentum=0.0, damping=DAMPING, fisher="empirical")
+    optimizer = method.natural(model, lr=LR, momentum=0.0, damping=DAMPING, fisher="empirical")
     first, second = vectors(2, samples=12)
     backward(model, first)
     optimizer.step()
@@ -82,7 +82,7 @@ def test_micro_batches_that_are_clipped_together_step_like_a_clipped_batch(fishe
     states = []
     for split in ((12,), (5, 4, 3)):
         model = mlp()
-        optimizer = TEKFAC(model, lr=LR, damping=DAMPING, fisher=fisher, factors_every=2)  # type: ignore[arg-type]
+        optimizer = TEKFAC.natural(model, lr=LR, damping=DAMPING, fisher=fisher, factors_every=2)  # type: ignore[arg-type]
         for x, y in vectors(3, samples=12):
             optimizer.zero_grad()
             for part in zip(x.split(list(split)), y.split(list(split)), strict=True):
@@ -129,7 +129,7 @@ def test_every_way_to_reset_gradients_gives_the_same_run(
     for reset in RESETS.values():
         model = convolutional()
         settings = {"factors_every": 2, "basis_every": 2, "seed": 0, "fisher": fisher}
-        optimizer = method(model, lr=0.05, damping=DAMPING, **settings)  # type: ignore[arg-type]
+        optimizer = method.natural(model, lr=0.05, damping=DAMPING, **settings)  # type: ignore[arg-type]
         for batch in images(5):
             if where == "before the backward pass":
                 reset(model, optimizer)
@@ -147,7 +147,7 @@ def test_gradients_reset_between_the_passes_of_an_evaluation_do_not_count() -> N
     states = []
     for looks in (False, True):
         model = mlp()
-        optimizer = TEKFAC(model, lr=0.05, seed=0, factors_every=1)
+        optimizer = TEKFAC.natural(model, lr=0.05, seed=0, factors_every=1)
         for batch in vectors(3):
             if looks:
                 backward(model, (normal(6, 5, seed=9), batch[1]))

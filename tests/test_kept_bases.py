@@ -100,7 +100,7 @@ def run(method: type[NaturalGradient], batches: list[Batch], **settings: Any) ->
     every = dict.fromkeys(["factors_every", "basis_every"], 1)
     if method.method.rescaling.measured:
         every["rescaling_every"] = 1
-    optimizer = method(model, lr=1e-30, momentum=0.0, fisher="exact", damping=1e-3, **every, **settings)
+    optimizer = method.natural(model, lr=1e-30, momentum=0.0, fisher="exact", damping=1e-3, **every, **settings)
     train(model, optimizer, batches)
     return optimizer
 
@@ -140,5 +140,5 @@ def test_theta_in_a_kept_basis_is_not_turned() -> None:
 @pytest.mark.parametrize("value", [-0.1, 1.0, "0.1", None, float("nan")])
 def test_other_tolerances_are_refused(value: Any) -> None:
     with pytest.raises(ValueError, match="basis_tolerance") as caught:
-        TEKFAC(nn.Linear(3, 2), basis_tolerance=value)
+        TEKFAC.natural(nn.Linear(3, 2), basis_tolerance=value)
     assert repr(value) in str(caught.value)

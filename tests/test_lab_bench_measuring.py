@@ -98,7 +98,8 @@ def test_taking_turns_does_not_change_what_a_contestant_computes() -> None:
 
 def test_an_aged_optimizer_has_the_averages_of_late_steps() -> None:
     """Their weights, which say what the next measurement is worth; their values stay."""
-    racer = Racer.of(OURS, TINY["cnn"], 3)
+    ours = Contestant("tekfac", 3, {"rescaling": "measured", "decay_per": "update"})
+    racer = Racer.of(ours, TINY["cnn"], 3)
     racer.step()
     optimizer = racer.optimizer
     assert isinstance(optimizer, NaturalGradient)

@@ -331,7 +331,7 @@ def test_a_resume_with_another_config_is_refused(capsys: pytest.CaptureFixture[s
     assert main(["train", *TINY, "--epochs", "1", "--out", "r"]) == 0
     before = Path("r/result.json").read_bytes()
     assert main(["train", "--resume", "r", "--lr", "0.5"]) == 1
-    assert "another config (lr 0.001 -> 0.5)" in capsys.readouterr().err
+    assert "another config (lr 0.003 -> 0.5)" in capsys.readouterr().err
     assert main(["train", *TINY, "--epochs", "1", "--out", "r"]) == 1
     assert "already holds this run" in capsys.readouterr().err
     assert Path("r/result.json").read_bytes() == before

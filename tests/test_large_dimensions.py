@@ -143,7 +143,7 @@ def test_a_head_of_fifty_thousand_classes_trains(method: type[NaturalGradient], 
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 50_000))
     max_dim = 5000 if large_dims == "auto" else 16
-    optimizer = method(model, lr=0.1, damping=DAMPING, large_dims=large_dims, max_dim=max_dim)
+    optimizer = method.natural(model, lr=0.1, damping=DAMPING, large_dims=large_dims, max_dim=max_dim)
     x, y = torch.randn(5, 6), torch.randint(50_000, (5,))
     losses = []
     for _ in range(2):
@@ -169,7 +169,7 @@ def test_the_default_leaves_usual_sizes_whole() -> None:
 @pytest.mark.parametrize("value", [0, -3, 2.5, "5000", True, None])
 def test_a_max_dim_that_is_no_positive_whole_number_is_refused(value: Any) -> None:
     with pytest.raises(ValueError, match=r"max_dim") as caught:
-        TEKFAC(nn.Linear(3, 2), max_dim=value)
+        TEKFAC.natural(nn.Linear(3, 2), max_dim=value)
     assert repr(value) in str(caught.value)
     assert "xpected" in str(caught.value)
 
@@ -177,7 +177,7 @@ def test_a_max_dim_that_is_no_positive_whole_number_is_refused(value: Any) -> No
 @pytest.mark.parametrize("value", ["block", "Diagonal", None, 3])
 def test_unknown_large_dims_are_refused_with_those_there_are(value: Any) -> None:
     with pytest.raises(ValueError, match=r"large_dims") as caught:
-        TEKFAC(nn.Linear(3, 2), large_dims=value)
+        TEKFAC.natural(nn.Linear(3, 2), large_dims=value)
     said = str(caught.value)
     assert repr(value) in said
     assert all(known in said for known in ("auto", "blocks", "diagonal"))
@@ -203,7 +203,7 @@ def test_a_side_is_whole_then_in_blocks_then_a_diagonal(dim: int, block: int) ->
 
 @pytest.mark.parametrize(("dim", "block"), [(769, 769), (800, 800), (1153, 577), (4609, 769), (20_001, 1)])
 def test_an_optimizer_keeps_smaller_sides_whole(dim: int, block: int) -> None:
-    optimizer = TEKFAC(nn.Linear(dim - 1, 2))
+    optimizer = TEKFAC.natural(nn.Linear(dim - 1, 2))
     (layer,) = optimizer._layers.values()
     assert (layer.shape.block_in or dim) == block
 
@@ -212,7 +212,7 @@ def test_a_wide_layer_trains_with_its_outputs_in_blocks() -> None:
     """An MLP's 4 x 4096 in small: 4 x 40, with max_dim = 41."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(40, 160), nn.GELU(), nn.Linear(160, 3))
-    optimizer = TEKFAC(
+    optimizer = TEKFAC.natural(
         model, lr=0.03, max_dim=41, kl_clip=1e-2, factors_every=5, basis_every=5, rescaling_every=5
     )
     x = torch.randn(64, 40)

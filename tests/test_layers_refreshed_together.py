@@ -43,7 +43,7 @@ def clocks(method: type[NaturalGradient]) -> dict[str, int]:
 def run(method: type[NaturalGradient], **settings: Any) -> tuple[nn.Module, NaturalGradient]:
     model = seeded(Net)
     settings = {"lr": 0.05, "fisher": "empirical", "damping": 1e-2, **clocks(method), **settings}
-    optimizer = method(model, **settings)
+    optimizer = method.natural(model, **settings)
     for seed in range(STEPS):
         optimizer.zero_grad()
         F.cross_entropy(model(normal(6, 5, 4, seed=seed)), torch.arange(6) % 3).backward()
@@ -138,7 +138,7 @@ def test_a_run_is_the_same_from_a_saved_state_on() -> None:
     model, optimizer = run(TEKFAC)
     twin = seeded(Net)
     twin.load_state_dict(model.state_dict())
-    other = TEKFAC(twin, lr=0.05, fisher="empirical", damping=1e-2, **clocks(TEKFAC))
+    other = TEKFAC.natural(twin, lr=0.05, fisher="empirical", damping=1e-2, **clocks(TEKFAC))
     other.load_state_dict(optimizer.state_dict())
     for net, one in ((model, optimizer), (twin, other)):
         one.zero_grad()

@@ -32,7 +32,7 @@ def step(optimizer: TEKFAC, model: nn.Module) -> None:
 
 def test_a_second_head_has_its_block_from_its_second_step_on() -> None:
     model = TwoHeads()
-    optimizer = TEKFAC(model, lr=1e-3)
+    optimizer = TEKFAC.natural(model, lr=1e-3)
     for _ in range(3):
         step(optimizer, model)
     assert "heads.1" not in statistics(optimizer)
@@ -44,7 +44,7 @@ def test_a_second_head_has_its_block_from_its_second_step_on() -> None:
 
 def test_the_other_layers_keep_their_blocks_meanwhile() -> None:
     model = TwoHeads()
-    optimizer = TEKFAC(model, lr=1e-3)
+    optimizer = TEKFAC.natural(model, lr=1e-3)
     step(optimizer, model)
     before = statistics(optimizer)["body"]
     model.task = 1
@@ -57,7 +57,7 @@ def test_the_other_layers_keep_their_blocks_meanwhile() -> None:
 
 def test_until_then_it_moves_by_the_first_order_rate() -> None:
     model = TwoHeads()
-    optimizer = TEKFAC(model, lr=0.1, momentum=0.0, first_order_lr=1e-3)
+    optimizer = TEKFAC.natural(model, lr=0.1, momentum=0.0, first_order_lr=1e-3)
     step(optimizer, model)
     model.task = 1
     before = model.heads[1].weight.detach().clone()
@@ -77,7 +77,7 @@ def test_a_layer_that_is_never_called_costs_a_few_watched_steps_only() -> None:
             return out
 
     model = Functional()
-    optimizer = TEKFAC(model, lr=1e-3)
+    optimizer = TEKFAC.natural(model, lr=1e-3)
     watched = []
     for _ in range(8):
         watched.append(optimizer._capture.armed)
@@ -89,7 +89,7 @@ def test_freezing_at_construction_does_not_cost_the_bias_its_place() -> None:
     model = nn.Sequential(nn.Linear(5, 4), nn.Tanh(), nn.Linear(4, 3))
     for parameter in model[0].parameters():
         parameter.requires_grad_(False)
-    optimizer = TEKFAC(model, factors_every=1)
+    optimizer = TEKFAC.natural(model, factors_every=1)
     step(optimizer, model)
     assert "0" not in statistics(optimizer)
     for parameter in model[0].parameters():
@@ -100,7 +100,7 @@ def test_freezing_at_construction_does_not_cost_the_bias_its_place() -> None:
 
 def test_statistics_taken_in_another_way_are_not_mixed() -> None:
     model = TwoHeads()
-    optimizer = TEKFAC(model)
+    optimizer = TEKFAC.natural(model)
     step(optimizer, model)
     with pytest.raises(ValueError, match=r"sharing='exact'.*sharing='expand'"):
-        TEKFAC(TwoHeads(), sharing="expand").load_state_dict(optimizer.state_dict())
+        TEKFAC.natural(TwoHeads(), sharing="expand").load_state_dict(optimizer.state_dict())

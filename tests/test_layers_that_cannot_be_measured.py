@@ -73,7 +73,7 @@ def test_a_call_that_cannot_be_repeated_is_left_out_and_told_once(caplog: pytest
     told = [r.getMessage() for r in caplog.records if "could not be repeated" in r.getMessage()]
     assert len(told) == 1
     assert "'lstm" in told[0]
-    assert "trained by its raw gradient" in told[0]
+    assert "trained by first order" in told[0]
     assert list(optimizer.curvature) == ["head"]
 
 

@@ -70,7 +70,7 @@ def assert_exact_fisher(
     terms = settings.pop("terms", float(counted.sum()))
     layers = [n for n, m in model.named_modules() if isinstance(m, nn.Linear | nn.Conv1d | nn.Conv2d)]
     expected = {layer: dense_fisher(model, inputs, counted, layer, column, terms) for layer in layers}
-    optimizer = TEKFAC(model, lr=1e-30, momentum=0.0, fisher="exact", damping=1e-3, **settings)
+    optimizer = TEKFAC.natural(model, lr=1e-30, momentum=0.0, fisher="exact", damping=1e-3, **settings)
     optimizer.zero_grad()
     loss(model(inputs)).backward()
     optimizer.step()
@@ -212,7 +212,7 @@ def test_samples_with_ignored_targets_might_as_well_not_be_there(
     blocks = []
     for rows in (torch.arange(6), kept):
         network = build()
-        optimizer = method(network, lr=1e-30, momentum=0.0, sharing=sharing, fisher=fisher)
+        optimizer = method.natural(network, lr=1e-30, momentum=0.0, sharing=sharing, fisher=fisher)
         train(network, optimizer, [(inputs[rows], targets[rows])], loss)
         blocks.append([dense_block(block) for block in statistics(optimizer).values()])
     for with_ignored, without in zip(*blocks, strict=True):
@@ -221,7 +221,7 @@ def test_samples_with_ignored_targets_might_as_well_not_be_there(
 
 def test_a_batch_in_which_everything_is_ignored_is_no_measurement() -> None:
     model = mlp()
-    optimizer = TEKFAC(model, lr=0.05, factors_every=1, basis_every=1, rescaling_every=1)
+    optimizer = TEKFAC.natural(model, lr=0.05, factors_every=1, basis_every=1, rescaling_every=1)
     train(model, optimizer, vectors(1))
     before = dict(statistics(optimizer))
     x, y = vectors(1)[0]
@@ -345,7 +345,7 @@ def drawn_cross_entropy(outputs: Tensor, generator: torch.Generator) -> Tensor:
 
 
 def moments_with(likelihood: Any, model: nn.Module, inputs: Tensor, targets: Tensor) -> list[Tensor]:
-    optimizer = TEKFAC(model, lr=1e-30, likelihood=likelihood, seed=4)
+    optimizer = TEKFAC.natural(model, lr=1e-30, likelihood=likelihood, seed=4)
     train(model, optimizer, [(inputs, targets)], classes_last)
     return [block.moments.values.input for block in statistics(optimizer).values()]
 
@@ -378,7 +378,7 @@ def test_a_callable_is_called_only_where_the_step_measures() -> None:
         return drawn_cross_entropy(outputs, generator)
 
     model = mlp()
-    optimizer = KFAC(model, lr=0.01, likelihood=noting, factors_every=2)
+    optimizer = KFAC.natural(model, lr=0.01, likelihood=noting, factors_every=2)
     train(model, optimizer, vectors(5))
     assert steps == {0, 2, 4}
 

@@ -111,26 +111,26 @@ def assert_untouched(model: nn.Module) -> None:
 
 
 def after_a_step(method: type[NaturalGradient], model: Interrupted) -> None:
-    optimizer = method(model, lr=1e-6)
+    optimizer = method.natural(model, lr=1e-6)
     backward(model, vectors(1)[0])
     optimizer.step()
     optimizer.zero_grad()
 
 
 def before_any_step(method: type[NaturalGradient], model: Interrupted) -> None:
-    method(model)
+    method.natural(model)
 
 
 def while_armed(method: type[NaturalGradient], model: Interrupted) -> None:
     """Every step measures, so the next forward pass would be watched."""
-    optimizer = method(model, lr=1e-6, **EVERY_STEP)
+    optimizer = method.natural(model, lr=1e-6, **EVERY_STEP)
     backward(model, vectors(1)[0])
     optimizer.step()
     model.zero_grad()
 
 
 def while_not_armed(method: type[NaturalGradient], model: Interrupted) -> None:
-    optimizer = method(model, lr=1e-6, factors_every=50, basis_every=50)
+    optimizer = method.natural(model, lr=1e-6, factors_every=50, basis_every=50)
     for batch in vectors(2):
         backward(model, batch)
         optimizer.step()
@@ -138,14 +138,14 @@ def while_not_armed(method: type[NaturalGradient], model: Interrupted) -> None:
 
 
 def with_statistics_that_no_step_used(method: type[NaturalGradient], model: Interrupted) -> None:
-    optimizer = method(model)
+    optimizer = method.natural(model)
     backward(model, vectors(1)[0])
     model.zero_grad()
     del optimizer
 
 
 def in_the_middle_of_a_forward_pass(method: type[NaturalGradient], model: Interrupted) -> None:
-    owned = [method(model)]
+    owned = [method.natural(model)]
     model.in_forward = owned.clear
     try:
         backward(model, vectors(1)[0])
@@ -156,7 +156,7 @@ def in_the_middle_of_a_forward_pass(method: type[NaturalGradient], model: Interr
 
 
 def in_the_middle_of_a_backward_pass(method: type[NaturalGradient], model: Interrupted) -> None:
-    owned = [method(model)]
+    owned = [method.natural(model)]
     model.in_backward = owned.clear
     try:
         backward(model, vectors(1)[0])
@@ -167,7 +167,7 @@ def in_the_middle_of_a_backward_pass(method: type[NaturalGradient], model: Inter
 
 
 def between_forward_and_backward_pass(method: type[NaturalGradient], model: Interrupted) -> None:
-    optimizer = method(model)
+    optimizer = method.natural(model)
     x, y = vectors(1)[0]
     loss = F.cross_entropy(model(x), y)
     del optimizer
@@ -178,7 +178,7 @@ def between_forward_and_backward_pass(method: type[NaturalGradient], model: Inte
 
 def after_an_error(method: type[NaturalGradient], model: Interrupted) -> None:
     """The forward pass fails half way, and the user gives up."""
-    optimizer = method(model)
+    optimizer = method.natural(model)
 
     def fail() -> None:
         raise MemoryError
@@ -228,7 +228,7 @@ def test_an_optimizer_that_is_gone_leaves_nothing_on_the_model(method: type[Natu
 def test_the_checks_see_a_live_optimizer() -> None:
     """They can fail."""
     model = Interrupted()
-    optimizer = TEKFAC(model, **EVERY_STEP)
+    optimizer = TEKFAC.natural(model, **EVERY_STEP)
     assert hooks_of(model)
     assert library_calls(lambda: backward(model, vectors(1)[0]))
     assert optimizer.num_steps == 0
@@ -237,7 +237,7 @@ def test_the_checks_see_a_live_optimizer() -> None:
 def test_a_step_that_will_not_measure_leaves_the_model_alone() -> None:
     """Hooks are on the model only while the next step measures."""
     model = Interrupted()
-    optimizer = TEKFAC(model, lr=1e-6, factors_every=3, basis_every=3, rescaling_every=3)
+    optimizer = TEKFAC.natural(model, lr=1e-6, factors_every=3, basis_every=3, rescaling_every=3)
     for step in range(6):
         measures = step % 3 == 0
         assert bool(hooks_of(model)) == measures
@@ -274,7 +274,7 @@ def test_a_hundred_optimizers_leave_no_hook_and_no_memory() -> None:
 
 def test_a_hundred_live_optimizers_that_go_together() -> None:
     model = Interrupted()
-    optimizers = [TEKFAC(model, lr=1e-9) for _ in range(100)]
+    optimizers = [TEKFAC.natural(model, lr=1e-9) for _ in range(100)]
     backward(model, vectors(1)[0])
     for optimizer in optimizers[::10]:
         optimizer.step()
@@ -302,10 +302,12 @@ def trained(model: nn.Module, optimizer: NaturalGradient, others: list[NaturalGr
 def test_an_optimizer_does_not_notice_another_that_watches_the_same_model(fisher: Any, first: bool) -> None:
     settings: dict[str, Any] = {"lr": 0.05, "damping": 0.1, "seed": 0, "fisher": fisher, "factors_every": 2}
     model, twin = mlp(), mlp()
-    before = [KFAC(model, **EVERY_STEP, fisher="exact")] if first else []
-    optimizer = TEKFAC(model, **settings)
-    after = [] if first else [KFAC(model, **EVERY_STEP, fisher="exact")]
-    assert_identical(trained(model, optimizer, before + after), trained(twin, TEKFAC(twin, **settings), []))
+    before = [KFAC.natural(model, **EVERY_STEP, fisher="exact")] if first else []
+    optimizer = TEKFAC.natural(model, **settings)
+    after = [] if first else [KFAC.natural(model, **EVERY_STEP, fisher="exact")]
+    assert_identical(
+        trained(model, optimizer, before + after), trained(twin, TEKFAC.natural(twin, **settings), [])
+    )
 
 
 @pytest.mark.parametrize("fisher", ["sampled", "empirical"])
@@ -314,8 +316,8 @@ def test_both_measure_what_each_would_measure_alone(fisher: Any) -> None:
     moving: dict[str, Any] = {"lr": 0.05, "damping": 0.1, "seed": 0, "fisher": fisher, "factors_every": 2}
     still: dict[str, Any] = {"lr": 1e-30, "seed": 1, "fisher": fisher, **EVERY_STEP}
     model, alone, replayed = mlp(), mlp(), mlp()
-    first, second = TEKFAC(model, **moving), KFAC(model, **still)
-    of_alone, of_replayed = TEKFAC(alone, **moving), KFAC(replayed, **still)
+    first, second = TEKFAC.natural(model, **moving), KFAC.natural(model, **still)
+    of_alone, of_replayed = TEKFAC.natural(alone, **moving), KFAC.natural(replayed, **still)
     for batch in vectors(5):
         replayed.load_state_dict(copied(model.state_dict()))
         first.zero_grad()
@@ -334,7 +336,11 @@ def test_both_measure_what_each_would_measure_alone(fisher: Any) -> None:
 def test_one_of_two_goes_and_the_other_stays() -> None:
     model, twin = mlp(), mlp()
     settings: dict[str, Any] = {"lr": 0.05, "damping": 0.1, "seed": 0, **EVERY_STEP}
-    leaving, staying, expected = KFAC(model), TEKFAC(model, **settings), TEKFAC(twin, **settings)
+    leaving, staying, expected = (
+        KFAC.natural(model),
+        TEKFAC.natural(model, **settings),
+        TEKFAC.natural(twin, **settings),
+    )
     for number, batch in enumerate(vectors(4)):
         if number == 2:
             del leaving
@@ -361,8 +367,8 @@ def test_optimizers_of_a_model_and_of_its_part() -> None:
 
     torch.manual_seed(0)
     model = Whole()
-    whole = KFAC(model, lr=1e-9, fisher="exact", likelihood="gaussian")
-    part = TEKFAC(model.part, lr=1e-9, fisher="exact", likelihood="gaussian")
+    whole = KFAC.natural(model, lr=1e-9, fisher="exact", likelihood="gaussian")
+    part = TEKFAC.natural(model.part, lr=1e-9, fisher="exact", likelihood="gaussian")
     backward(model, vectors(1)[0])
     whole.step()
     part.step()

@@ -49,7 +49,7 @@ def data() -> list[Batch]:
 
 def measured(method: type[NaturalGradient], budget: int, **settings: Any) -> NaturalGradient:
     model = Mixed()
-    optimizer = method(model, lr=1e-30, memory_budget=budget, seed=0, **settings)
+    optimizer = method.natural(model, lr=1e-30, memory_budget=budget, seed=0, **settings)
     train(model, optimizer, data())
     return optimizer
 
@@ -74,7 +74,7 @@ def test_the_steps_are_the_same_for_any_budget(method: type[NaturalGradient]) ->
     weights = []
     for budget in (1, UNLIMITED):
         model = Mixed()
-        optimizer = method(model, lr=0.05, memory_budget=budget, seed=0, damping=0.1)
+        optimizer = method.natural(model, lr=0.05, memory_budget=budget, seed=0, damping=0.1)
         train(model, optimizer, data() * 2)
         weights.append(torch.cat([p.detach().flatten() for p in model.parameters()]))
     assert_close(weights[0], weights[1], rtol=1e-9)
@@ -122,7 +122,7 @@ def test_the_rows_of_a_chunk_fit_the_budget(budget: int, monkeypatch: pytest.Mon
 def test_a_last_chunk_may_be_smaller(monkeypatch: pytest.MonkeyPatch) -> None:
     sizes = Sizes(monkeypatch)
     model = mlp()
-    optimizer = TEKFAC(model, lr=1e-30, memory_budget=1000)
+    optimizer = TEKFAC.natural(model, lr=1e-30, memory_budget=1000)
     train(model, optimizer, vectors(1, samples=7))
     assert len(set(sizes.samples)) > 1
     assert sum(sizes.samples) == 2 * 2 * 7

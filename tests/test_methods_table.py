@@ -95,9 +95,18 @@ def test_keywords_without_a_meaning_for_a_method_are_refused_by_name_with_the_re
     method: type[NaturalGradient], key: str, value: Any
 ) -> None:
     with pytest.raises(TypeError, match=rf"{method.__name__} takes no '{key}': .+") as error:
-        method(mlp(), **{key: value})
+        method.natural(mlp(), **{key: value})
     reason = "re-scales by" if key in NO_RESCALING else "plain factors"
     assert reason in str(error.value)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_where_second_moments_move_none_has_an_interval_for_them_and_all_have_a_decay(
+    method: type[NaturalGradient],
+) -> None:
+    with pytest.raises(TypeError, match=r"takes no 'rescaling_every': second moments move at every step"):
+        method(mlp(), rescaling_every=10)
+    assert method(mlp(), rescaling_decay=0.9)._form.moving_decay == 0.9
 
 
 @pytest.mark.parametrize("method", [KFAC, EKFAC])

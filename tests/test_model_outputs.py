@@ -42,7 +42,7 @@ class Wrapped(nn.Module):
 
 def run(wrap: Callable[[Tensor, Tensor], Any], unwrap: Callable[[Any], Tensor], **settings: Any) -> Any:
     model = Wrapped(wrap)
-    optimizer = TEKFAC(model, lr=0.05, seed=0, factors_every=2, **settings)
+    optimizer = TEKFAC.natural(model, lr=0.05, seed=0, factors_every=2, **settings)
     for x, y in vectors(3):
         optimizer.zero_grad()
         F.cross_entropy(unwrap(model(x)), y).backward()
@@ -99,7 +99,7 @@ def test_a_loss_computed_inside_the_model_is_no_hindrance() -> None:
             return Output(features, logits, F.cross_entropy(logits, labels))
 
     model = WithLoss(lambda z, h: z)
-    optimizer = TEKFAC(model, lr=0.05, seed=0, factors_every=2)
+    optimizer = TEKFAC.natural(model, lr=0.05, seed=0, factors_every=2)
     for x, y in vectors(3):
         optimizer.zero_grad()
         loss = model(x=x, labels=y).loss
@@ -116,7 +116,7 @@ def test_a_layer_called_with_a_keyword_is_recorded() -> None:
             return out
 
     model = Keyword(lambda z, h: z)
-    optimizer = TEKFAC(model, lr=0.05, seed=0, factors_every=2)
+    optimizer = TEKFAC.natural(model, lr=0.05, seed=0, factors_every=2)
     for x, y in vectors(3):
         optimizer.zero_grad()
         F.cross_entropy(model(x), y).backward()
@@ -130,7 +130,7 @@ def test_a_layer_called_with_a_keyword_is_recorded() -> None:
 )
 def test_what_cannot_be_read_is_refused_with_the_way_out(wrap: Callable[[Tensor, Tensor], Any]) -> None:
     model = Wrapped(wrap)
-    optimizer = TEKFAC(model)
+    optimizer = TEKFAC.natural(model)
     with pytest.raises(OutputShapeError, match="outputs=lambda"):
         model(vectors(1)[0][0])
     assert optimizer.num_steps == 0
@@ -138,7 +138,7 @@ def test_what_cannot_be_read_is_refused_with_the_way_out(wrap: Callable[[Tensor,
 
 def test_a_loss_before_the_predictions_is_passed_over() -> None:
     model = Wrapped(lambda z, h: (z.logsumexp(1).mean(), z))
-    optimizer = TEKFAC(model)
+    optimizer = TEKFAC.natural(model)
     x, y = vectors(1)[0]
     F.cross_entropy(model(x)[1], y).backward()
     optimizer.step()
@@ -147,7 +147,7 @@ def test_a_loss_before_the_predictions_is_passed_over() -> None:
 
 def test_a_function_that_gives_several_tensors_is_refused() -> None:
     model = Wrapped(lambda z, h: (z, z))
-    optimizer = TEKFAC(model, outputs=lambda returned: returned)
+    optimizer = TEKFAC.natural(model, outputs=lambda returned: returned)
     with pytest.raises(OutputShapeError, match=r"outputs= gave a tuple. Expected a tensor"):
         model(vectors(1)[0][0])
     assert optimizer.num_steps == 0
@@ -159,7 +159,7 @@ def test_the_fields_of_what_a_model_returned_are_named() -> None:
         scores: Tensor
 
     model = Wrapped(lambda z, h: Found(z))
-    optimizer = TEKFAC(model)
+    optimizer = TEKFAC.natural(model)
     with pytest.raises(OutputShapeError, match=r"a Found with fields \['scores'\]"):
         model(vectors(1)[0][0])
     assert optimizer.num_steps == 0
@@ -167,7 +167,7 @@ def test_the_fields_of_what_a_model_returned_are_named() -> None:
 
 def test_predictions_that_got_no_gradient_are_said_to_be_the_reason(caplog: pytest.LogCaptureFixture) -> None:
     model = Wrapped(lambda z, h: (z, z + 0))
-    optimizer = TEKFAC(model, outputs=lambda returned: torch.cat([returned[0], returned[1]]))
+    optimizer = TEKFAC.natural(model, outputs=lambda returned: torch.cat([returned[0], returned[1]]))
     x, y = vectors(1)[0]
     F.cross_entropy(model(x)[0], y).backward()
     optimizer.step()
@@ -186,7 +186,7 @@ def test_a_second_head_that_the_logits_do_not_depend_on_is_trained_by_its_raw_gr
             return self.head(features), self.auxiliary(features)
 
     model = TwoHeads()
-    optimizer = TEKFAC(model, lr=0.25, momentum=0.0)
+    optimizer = TEKFAC.natural(model, lr=0.25, momentum=0.0)
     x, y = vectors(1)[0]
     start = model.auxiliary.weight.detach().clone()
     logits, more = model(x)

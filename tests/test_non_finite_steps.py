@@ -18,8 +18,10 @@ from training import (
     Batch,
     assert_identical,
     backward,
+    both_steps,
     differences,
     everything,
+    maker,
     mlp,
     saved_whole,
     train,
@@ -91,10 +93,10 @@ def finite(state: Any) -> bool:
     return all(finite(value) for value in state) if isinstance(state, list | tuple) else True
 
 
-def run(method: type[NaturalGradient], poison: Callable[..., None], bad_steps: list[int]) -> Any:
+def run(make: Callable[..., NaturalGradient], poison: Callable[..., None], bad_steps: list[int]) -> Any:
     """A short run with bad steps before the given good ones."""
     model = mlp()
-    optimizer = method(model, lr=0.05, damping=0.1, seed=0, **INTERVALS)  # type: ignore[arg-type]
+    optimizer = make(model, lr=0.05, damping=0.1, seed=0, first_order=["2.bias"], **INTERVALS)
     for k, batch in enumerate(vectors(5)):
         for _ in range(bad_steps.count(k)):
             poison(model, optimizer)
@@ -104,21 +106,26 @@ def run(method: type[NaturalGradient], poison: Callable[..., None], bad_steps: l
     return everything(model, optimizer)
 
 
+@both_steps
 @pytest.mark.parametrize("poison", POISONS)
 @pytest.mark.parametrize("method", METHODS)
-def test_later_steps_are_as_if_the_bad_ones_had_not_been(method: type[NaturalGradient], poison: str) -> None:
+def test_later_steps_are_as_if_the_bad_ones_had_not_been(
+    method: type[NaturalGradient], poison: str, step: str
+) -> None:
     """Bad steps before the first one, where statistics are due, where they are not, and twice in a row."""
-    clean, disturbed = run(method, POISONS[poison], []), run(method, POISONS[poison], [0, 1, 2, 4, 4])
+    make = maker(method, step)
+    clean, disturbed = run(make, POISONS[poison], []), run(make, POISONS[poison], [0, 1, 2, 4, 4])
     assert finite(disturbed)
     assert saved_whole(clean["optimizer"]).pop("skipped_steps") == 0
     assert saved_whole(disturbed["optimizer"]).pop("skipped_steps") == 5
     assert_identical(disturbed, clean)
 
 
+@both_steps
 @pytest.mark.parametrize("poison", POISONS)
-def test_a_bad_step_changes_nothing_but_the_count(poison: str) -> None:
+def test_a_bad_step_changes_nothing_but_the_count(poison: str, step: str) -> None:
     model = mlp()
-    optimizer = TEKFAC(model, lr=0.05, factors_every=2, rescaling_every=2, basis_every=2, weight_decay=0.1)
+    optimizer = maker(TEKFAC, step)(model, lr=0.05, factors_every=2, basis_every=2, weight_decay=0.1)
     train(model, optimizer, vectors(1))
     for _ in range(3):
         before = everything(model, optimizer)
@@ -220,7 +227,7 @@ def test_gradients_dropped_by_the_user_take_their_statistics_with_them() -> None
 
     def steps(disturbed: bool) -> Any:
         model = mlp()
-        optimizer = TEKFAC(model, lr=0.05, seed=0, factors_every=2, rescaling_every=2, basis_every=2)
+        optimizer = TEKFAC(model, lr=0.05, seed=0, factors_every=2, basis_every=2)
         for batch in vectors(4):
             if disturbed:
                 for bad in (BAD, (BAD[0] * NAN, BAD[1])):
@@ -260,7 +267,7 @@ def test_a_direction_that_leaves_the_range_of_half_precision_is_not_taken() -> N
     """Curvature is computed in float32, where the direction is finite."""
     torch.manual_seed(0)
     model = nn.Linear(4, 3).half()
-    optimizer = EKFAC(model, lr=1e-3, damping=1e-2)
+    optimizer = EKFAC.natural(model, lr=1e-3, damping=1e-2)
     x = torch.randn(6, 4)
     x[:, 0] = 0
     F.cross_entropy(model(x.half()).float(), torch.arange(6) % 3).backward()

@@ -176,7 +176,7 @@ def test_03_chunks_permutations_and_micro_batches_change_nothing(
         lambda logits: F.cross_entropy(logits, case.labels[order]),
         **settings,
     )
-    split = method(case.model, lr=1e-30, momentum=0.0, damping=1e-3, **settings)
+    split = method.natural(case.model, lr=1e-30, momentum=0.0, damping=1e-3, **settings)
     split.zero_grad()
     for part in order.split([3, SAMPLES - 4, 1]):
         loss = F.cross_entropy(case.model(case.inputs[part]), case.labels[part])
@@ -308,7 +308,7 @@ def test_04_hardly_any_damping(method: type[NaturalGradient]) -> None:
 
 def test_04_the_first_momentum_buffer_is_the_solve_too() -> None:
     case, samples = case_of("conv2d", True), samples_of("conv2d", True)
-    optimizer = TEKFAC(case.model, lr=0.5, momentum=0.9, damping=0.1, fisher="empirical")
+    optimizer = TEKFAC.natural(case.model, lr=0.5, momentum=0.9, damping=0.1, fisher="empirical")
     gradient_step(optimizer, case.model, case.loss, case.inputs)
     weight = case.model.get_submodule("layer").weight
     block = expected_block(TEKFAC, samples, "exact", statistics(optimizer)["layer"], 0)

@@ -428,7 +428,7 @@ class Run:
     def __init__(self, method: type[NaturalGradient], kind: str, bias: bool, **settings: object) -> None:
         self.case = case_of(kind, bias)
         self.samples: list[oracle.Samples] = []
-        self.optimizer = method(
+        self.optimizer = method.natural(
             self.case.model,
             lr=0.3,
             momentum=0.5,

@@ -37,14 +37,13 @@ from tekfac.curvature.contractions import (
     project_first_cost,
     sizes_of,
 )
-from tekfac.curvature.eigenbasis import Eigenbasis
+from tekfac.curvature.eigenbasis import Eigenbasis, Turn
 from tekfac.curvature.factors import FactorRule, plain_expand, plain_reduce
 from tekfac.curvature.precondition import precondition
 from tekfac.curvature.rescaling import (
     CONTRACTIONS,
     cheapest,
     product_of_eigenvalues,
-    rotated,
     second_moments,
     squares_by_pairs,
     squares_gradient_first,
@@ -222,7 +221,7 @@ def test_14_rotated_theta_is_the_held_approximation_in_the_new_basis(kind: str, 
     held = optimizer.curvature["layer"]
     groups, d_out, d_in = held.rescaling.shape
     new = random_basis(d_in, d_out, groups)
-    turned = rotated(held.rescaling, held.basis, new)
+    turned = Turn.of(held.basis, new).diagonal(held.rescaling)
     assert (turned >= 0).all()
     assert_close(turned.sum((1, 2)), held.rescaling.sum((1, 2)))
     for group in range(groups):
@@ -243,7 +242,7 @@ def test_14_permuted_and_flipped_eigenvectors_change_nothing() -> None:
     new = held.basis._replace(
         vectors_in=shuffled(held.basis.vectors_in), vectors_out=shuffled(held.basis.vectors_out)
     )
-    turned = rotated(held.rescaling, held.basis, new)
+    turned = Turn.of(held.basis, new).diagonal(held.rescaling)
     assert relative_error(turned, held.rescaling) > 0.1  # the table itself is shuffled
     assert_close(
         precondition(gradient, new, turned + damping),

@@ -88,7 +88,7 @@ def measured(
 ) -> NaturalGradient:
     """An optimizer that has taken one step on model(*args, **kwargs)."""
     defaults = {"lr": 1e-30, "momentum": 0.0, "damping": 1e-3, "fisher": "exact"}
-    optimizer = method(model, **{**defaults, **(settings or {})})
+    optimizer = method.natural(model, **{**defaults, **(settings or {})})
     F.cross_entropy(model(*args, **kwargs), LABELS).backward()
     optimizer.step()
     return optimizer
@@ -205,7 +205,7 @@ def test_samples_sent_alone_and_without_padding_have_that_curvature(
 ) -> None:
     """What the oracle says of real positions, by the library itself, without any mask."""
     model = WithoutMask()
-    optimizer = method(model, lr=1e-30, damping=1e-3, fisher="exact", sharing=sharing)  # type: ignore[arg-type]
+    optimizer = method.natural(model, lr=1e-30, damping=1e-3, fisher="exact", sharing=sharing)  # type: ignore[arg-type]
     for n in range(N):
         logits = model(inputs()[n : n + 1, : int(LENGTHS[n])])
         (F.cross_entropy(logits, LABELS[n : n + 1]) / N).backward()
@@ -278,7 +278,7 @@ def test_micro_batches_with_padding_of_their_own_are_the_whole_batch(
     """Each is padded to its own longest sample only."""
     model = WithAttentionMask()
     settings = {"sharing": sharing, "lr": 1e-30, "momentum": 0.0, "damping": 1e-3, "fisher": "exact"}
-    optimizer = method(model, **settings)  # type: ignore[arg-type]
+    optimizer = method.natural(model, **settings)  # type: ignore[arg-type]
     for part in (slice(0, 3), slice(3, 4), slice(4, 6)):
         longest = int(LENGTHS[part].max())
         logits = model(inputs(9.0)[part, :longest], attention_mask=REAL[part, :longest])
@@ -292,7 +292,7 @@ def test_layers_without_these_positions_are_measured_as_ever() -> None:
     masked = measured(KFAC, WithAttentionMask(), inputs(9.0), attention_mask=REAL)
     x = [normal(N, T, D, seed=1)[n : n + 1, : int(LENGTHS[n])] for n in range(N)]
     model = WithoutMask()
-    optimizer = KFAC(model, lr=1e-30, momentum=0.0, damping=1e-3, fisher="exact")
+    optimizer = KFAC.natural(model, lr=1e-30, momentum=0.0, damping=1e-3, fisher="exact")
     for n in range(N):
         (F.cross_entropy(model(x[n]), LABELS[n : n + 1]) / N).backward()
     optimizer.step()
@@ -320,7 +320,7 @@ def test_mask_and_ignored_targets_that_say_the_same_go_together(method: type[Nat
     blocks = []
     for mask in (None, REAL):
         model = Tokenwise()
-        optimizer = method(model, lr=1e-30, momentum=0.0, damping=1e-3, fisher="exact")
+        optimizer = method.natural(model, lr=1e-30, momentum=0.0, damping=1e-3, fisher="exact")
         F.cross_entropy(model(inputs(9.0), attention_mask=mask).flatten(0, 1), y.flatten()).backward()
         optimizer.step()
         blocks.append(optimizer.curvature.to_dense())
@@ -337,5 +337,5 @@ def test_a_name_that_the_model_does_not_take_is_refused_with_those_it_takes() ->
 @pytest.mark.parametrize("value", [3, True, ["attention_mask"]])
 def test_what_is_neither_a_name_nor_a_function_is_refused(value: Any) -> None:
     with pytest.raises((TypeError, ValueError), match="padding_mask") as error:
-        KFAC(WithAttentionMask(), padding_mask=value)
+        KFAC.natural(WithAttentionMask(), padding_mask=value)
     assert repr(value) in str(error.value)

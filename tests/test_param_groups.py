@@ -25,25 +25,27 @@ def deltas(model: nn.Module, optimizer: NaturalGradient, batch: tuple[Tensor, Te
 
 def one_step(**settings: Any) -> dict[str, Tensor]:
     model = mlp()
-    optimizer = TEKFAC(model, **{"lr": 2.0**-6, "momentum": 0.0, "damping": 1e-2, "seed": 0, **settings})
+    optimizer = TEKFAC.natural(
+        model, **{"lr": 2.0**-6, "momentum": 0.0, "damping": 1e-2, "seed": 0, **settings}
+    )
     return deltas(model, optimizer, vectors(1)[0])
 
 
 def test_without_param_groups_there_is_one_for_layers_and_one_for_the_rest() -> None:
     model = cnn()
-    optimizer = TEKFAC(model, lr=0.1, first_order=[nn.BatchNorm2d], first_order_lr=0.5)
+    optimizer = TEKFAC.natural(model, lr=0.1, first_order=[nn.BatchNorm2d], first_order_lr=0.5)
     layers, rest = optimizer.param_groups
     assert {id(p) for p in layers["params"]} == {id(p) for m in (model[0], model[4]) for p in m.parameters()}
     assert {id(p) for p in rest["params"]} == {id(p) for p in model[1].parameters()}
     assert (layers["lr"], layers["first_order"]) == (0.1, False)
     assert (rest["lr"], rest["first_order"]) == (0.5, True)
-    (only,) = TEKFAC(model, lr=0.1, first_order_lr=0.5).param_groups  # norms are layers like any other
+    (only,) = TEKFAC.natural(model, lr=0.1, first_order_lr=0.5).param_groups  # norms are layers like any other
     assert [id(p) for p in only["params"]] == [id(p) for p in model.parameters()]
     assert (only["lr"], only["first_order"]) == (0.1, False)
 
 
 def test_a_group_takes_what_it_does_not_say_from_the_optimizer() -> None:
-    optimizer = TEKFAC(
+    optimizer = TEKFAC.natural(
         mlp(), lr=0.1, momentum=0.5, weight_decay=0.01, damping=0.2, param_groups=[{"params": ["0"]}]
     )
     for group in optimizer.param_groups:
@@ -78,7 +80,7 @@ def test_weight_decay_is_per_group() -> None:
 
 def test_momentum_is_per_group() -> None:
     model = mlp()
-    optimizer = TEKFAC(model, lr=0.01, momentum=0.9, param_groups=[{"params": ["0"], "momentum": 0.0}])
+    optimizer = TEKFAC.natural(model, lr=0.01, momentum=0.9, param_groups=[{"params": ["0"], "momentum": 0.0}])
     train(model, optimizer, vectors(2))
     with_buffer = {n for n, p in model.named_parameters() if "momentum_buffer" in optimizer.state[p]}
     assert with_buffer == {"2.weight", "2.bias"}
@@ -87,7 +89,7 @@ def test_momentum_is_per_group() -> None:
 @pytest.mark.parametrize("method", METHODS)
 def test_damping_is_per_group_and_equals_the_dense_solve(method: type[NaturalGradient]) -> None:
     model, (batch,) = mlp(), vectors(1)
-    optimizer = method(
+    optimizer = method.natural(
         model,
         lr=1.0,
         momentum=0.0,
@@ -110,7 +112,7 @@ def test_damping_changed_between_refreshes_acts_in_the_next_step(new: Any) -> No
 
     def second_step(first: Any) -> dict[str, Tensor]:
         model = mlp()
-        optimizer = EKFAC(model, lr=0.5, momentum=0.0, damping=first, seed=0)
+        optimizer = EKFAC.natural(model, lr=0.5, momentum=0.0, damping=first, seed=0)
         with torch.no_grad():  # the first step measures but does not move
             for group in optimizer.param_groups:
                 group["lr"] = 0.0
@@ -126,7 +128,7 @@ def test_params_may_be_names_modules_parameters_or_named_pairs() -> None:
     def grouped(choose: Any) -> list[list[str]]:
         model = mlp()
         names = {p: n for n, p in model.named_parameters()}
-        optimizer = TEKFAC(model, param_groups=[{"params": choose(model), "lr": 0.5}])
+        optimizer = TEKFAC.natural(model, param_groups=[{"params": choose(model), "lr": 0.5}])
         return [[names[p] for p in group["params"]] for group in optimizer.param_groups]
 
     expected = [["0.weight", "0.bias"], ["2.weight", "2.bias"]]
@@ -142,7 +144,7 @@ def test_params_may_be_names_modules_parameters_or_named_pairs() -> None:
 
 def test_a_first_order_group_may_be_given_as_a_generator_like_any_other() -> None:
     model = cnn()
-    optimizer = TEKFAC(
+    optimizer = TEKFAC.natural(
         model, lr=0.1, param_groups=[{"params": model[4].parameters(), "lr": 0.7, "first_order": True}]
     )
     group = optimizer.param_groups[0]
@@ -154,13 +156,15 @@ def test_a_first_order_group_may_be_given_as_a_generator_like_any_other() -> Non
 
 def test_the_groups_themselves_may_come_from_a_generator() -> None:
     model = mlp()
-    optimizer = TEKFAC(model, lr=0.1, param_groups=({"params": [name], "lr": 0.5} for name in ("0", "2")))
+    optimizer = TEKFAC.natural(
+        model, lr=0.1, param_groups=({"params": [name], "lr": 0.5} for name in ("0", "2"))
+    )
     assert [group["lr"] for group in optimizer.param_groups] == [0.5, 0.5]
 
 
 def test_a_layer_can_be_left_to_first_order_by_its_group() -> None:
     model = mlp()
-    optimizer = TEKFAC(
+    optimizer = TEKFAC.natural(
         model, lr=0.1, momentum=0.0, param_groups=[{"params": ["0"], "lr": 0.25, "first_order": True}]
     )
     steps = deltas(model, optimizer, vectors(1)[0])
@@ -169,7 +173,7 @@ def test_a_layer_can_be_left_to_first_order_by_its_group() -> None:
 
 
 def test_a_first_order_group_without_a_rate_has_the_first_order_rate() -> None:
-    optimizer = TEKFAC(
+    optimizer = TEKFAC.natural(
         mlp(),
         lr=0.001,
         first_order_lr=0.1,
@@ -180,28 +184,28 @@ def test_a_first_order_group_without_a_rate_has_the_first_order_rate() -> None:
 
 def test_weight_and_bias_of_a_layer_cannot_have_different_damping() -> None:
     with pytest.raises(ValueError, match=r"layer '0'.*damping"):
-        TEKFAC(mlp(), param_groups=[{"params": ["0.bias"], "damping": 0.5}])
+        TEKFAC.natural(mlp(), param_groups=[{"params": ["0.bias"], "damping": 0.5}])
 
 
 def test_a_parameter_in_two_groups_is_refused() -> None:
     with pytest.raises(ValueError, match="more than one parameter group"):
-        TEKFAC(mlp(), param_groups=[{"params": ["0"]}, {"params": ["0.bias"]}])
+        TEKFAC.natural(mlp(), param_groups=[{"params": ["0"]}, {"params": ["0.bias"]}])
 
 
 def test_a_name_that_the_model_does_not_have_is_refused_by_name() -> None:
     with pytest.raises(ValueError, match=r"param_groups\[1\].*'encoder'"):
-        TEKFAC(mlp(), param_groups=[{"params": ["0"]}, {"params": ["encoder"]}])
+        TEKFAC.natural(mlp(), param_groups=[{"params": ["0"]}, {"params": ["encoder"]}])
 
 
 def test_a_parameter_of_another_model_is_refused() -> None:
     with pytest.raises(ValueError, match=r"param_groups\[0\].*not one of the model's"):
-        TEKFAC(mlp(), param_groups=[{"params": mlp().parameters()}])
+        TEKFAC.natural(mlp(), param_groups=[{"params": mlp().parameters()}])
 
 
 @pytest.mark.parametrize("group", [{"lr": 0.1}, {"lr": 0.1, "first_order": True}])
 def test_a_group_without_params_is_refused(group: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=r"param_groups\[0\] has no 'params'"):
-        TEKFAC(mlp(), param_groups=[group])
+        TEKFAC.natural(mlp(), param_groups=[group])
 
 
 BAD_VALUES = [
@@ -216,12 +220,12 @@ BAD_VALUES = [
 @pytest.mark.parametrize(("key", "value"), BAD_VALUES)
 def test_bad_values_in_a_group_are_refused_by_name(key: str, value: Any) -> None:
     with pytest.raises(ValueError, match=key):
-        TEKFAC(mlp(), param_groups=[{"params": ["0"], key: value}])
+        TEKFAC.natural(mlp(), param_groups=[{"params": ["0"], key: value}])
 
 
 def test_a_refused_group_is_not_added() -> None:
     model = mlp()
-    optimizer = TEKFAC(model)
+    optimizer = TEKFAC.natural(model)
     before = len(optimizer.param_groups)
     with pytest.raises(ValueError, match="lr"):
         optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(2))], "lr": -1.0})
@@ -230,7 +234,7 @@ def test_a_refused_group_is_not_added() -> None:
 
 def test_an_added_group_is_trained_by_momentum_sgd() -> None:
     model, extra, twin = mlp(), nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2))
-    optimizer = TEKFAC(model, lr=0.01)
+    optimizer = TEKFAC.natural(model, lr=0.01)
     optimizer.add_param_group({"params": [extra], "lr": 0.1, "momentum": 0.5})
     sgd = torch.optim.SGD([twin], lr=0.1, momentum=0.5)
     for batch in vectors(3):
@@ -247,8 +251,8 @@ def test_an_added_group_is_trained_by_momentum_sgd() -> None:
 def test_groups_that_say_nothing_new_change_nothing() -> None:
     data = vectors(3)
     plain, grouped = mlp(), mlp()
-    first = TEKFAC(plain, lr=0.05, seed=0)
-    second = TEKFAC(grouped, lr=0.05, seed=0, param_groups=[{"params": ["2"]}])
+    first = TEKFAC.natural(plain, lr=0.05, seed=0)
+    second = TEKFAC.natural(grouped, lr=0.05, seed=0, param_groups=[{"params": ["2"]}])
     train(plain, first, data)
     train(grouped, second, data)
     assert_identical(everything(grouped, second)["model"], everything(plain, first)["model"])
@@ -256,13 +260,13 @@ def test_groups_that_say_nothing_new_change_nothing() -> None:
 
 def test_a_key_that_means_nothing_in_a_group_is_named(caplog: pytest.LogCaptureFixture) -> None:
     model = mlp()
-    TEKFAC(model, param_groups=[{"params": model, "kl_clip": 0.1, "name": "all"}])
+    TEKFAC.natural(model, param_groups=[{"params": model, "kl_clip": 0.1, "name": "all"}])
     assert "'kl_clip'" in caplog.text
     assert "'name'" not in caplog.text
 
 
 def test_parameters_that_come_later_are_said_to_be_first_order(caplog: pytest.LogCaptureFixture) -> None:
-    optimizer = TEKFAC(mlp())
+    optimizer = TEKFAC.natural(mlp())
     optimizer.add_param_group({"params": torch.nn.Linear(2, 2).parameters()})
     assert "2 parameter(s)" in caplog.text
 
@@ -270,7 +274,7 @@ def test_parameters_that_come_later_are_said_to_be_first_order(caplog: pytest.Lo
 @pytest.mark.parametrize("given", ["a module", "its name", "its parameters", "one parameter"])
 def test_a_group_that_is_added_may_hold_what_the_first_ones_may(given: str) -> None:
     model = mlp(sizes=(5, 4, 4, 3))
-    optimizer = TEKFAC(model, lr=0.05)
+    optimizer = TEKFAC.natural(model, lr=0.05)
     model.add_module("5", nn.Linear(3, 3).double())
     new = model[5]
     params = {
@@ -288,7 +292,7 @@ def test_a_group_that_is_added_may_hold_what_the_first_ones_may(given: str) -> N
 def test_parameters_that_change_places_between_groups_have_the_damping_of_the_new_one() -> None:
     model = mlp()
     groups = [{"params": model[0], "damping": 1.0}, {"params": model[2], "damping": 1e-3}]
-    optimizer = TEKFAC(model, param_groups=groups)
+    optimizer = TEKFAC.natural(model, param_groups=groups)
     train(model, optimizer, vectors(1))
     before = {name: own.damping for name, own in optimizer.signals().items()}
     first, second = optimizer.param_groups

@@ -174,7 +174,7 @@ def test_a_type_that_is_not_registered_is_left_to_first_order_by_name(caplog: py
     register_all()
     model = nn.Sequential(Unknown(3, 4), nn.Tanh(), nn.Linear(3, 3))
     with caplog.at_level(logging.INFO, "tekfac"):
-        optimizer = TEKFAC(model, damping=DAMPING)
+        optimizer = TEKFAC.natural(model, damping=DAMPING)
     assert "'0.weight'" in caplog.text
     F.cross_entropy(model(torch.randn(6, 4)), torch.arange(6) % 3).backward()
     optimizer.step()
@@ -187,7 +187,7 @@ def test_a_derived_class_with_the_same_forward_is_of_the_same_kind() -> None:
 
     register_all()
     model = nn.Sequential(Derived(3, 4), nn.Tanh(), nn.Linear(3, 3))
-    optimizer = TEKFAC(model, damping=DAMPING)
+    optimizer = TEKFAC.natural(model, damping=DAMPING)
     F.cross_entropy(model(torch.randn(6, 4)), torch.arange(6) % 3).backward()
     optimizer.step()
     assert set(optimizer.curvature) == {"0", "2"}

@@ -15,10 +15,12 @@ from tekfac.optim.natural_gradient import NaturalGradient
 from training import (
     assert_identical,
     backward,
+    both_steps,
     cnn,
     copied,
     everything,
     images,
+    maker,
     mlp,
     saved_curvature,
     saved_whole,
@@ -31,14 +33,22 @@ Run = tuple[nn.Module, NaturalGradient, Any]
 CYCLE = 6
 
 
-def start(method: type[NaturalGradient], *, seed: int, fisher: str = "sampled", **settings: Any) -> Run:
+def start(
+    method: type[NaturalGradient],
+    *,
+    seed: int,
+    step: str = "adaptive",
+    fisher: str = "sampled",
+    **settings: Any,
+) -> Run:
     """A model, its optimizer with short intervals, and a scheduler that moves at every step."""
     model = cnn(seed=seed, dtype=torch.float32)
     intervals = {"factors_every": 3, "basis_every": CYCLE}
-    if method.method.rescaling.measured:
+    if step == "natural" and method.method.rescaling.measured:
         intervals["rescaling_every"] = 3
     torch.manual_seed(seed)
-    optimizer = method(model, lr=0.05, weight_decay=1e-3, fisher=fisher, **intervals, **settings)  # type: ignore[arg-type]
+    make = maker(method, step)
+    optimizer = make(model, lr=0.05, weight_decay=1e-3, fisher=fisher, **intervals, **settings)
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=2 * CYCLE, eta_min=0.01)
     return model, optimizer, scheduler
 
@@ -68,11 +78,17 @@ def resumed_everywhere(method: type[NaturalGradient], **settings: Any) -> None:
             assert_identical(theirs.state_dict(), ours.state_dict())
 
 
+@both_steps
 @pytest.mark.parametrize("method", METHODS)
 def test_resuming_at_any_step_of_two_refresh_cycles_gives_the_same_bits(
-    method: type[NaturalGradient],
+    method: type[NaturalGradient], step: str
 ) -> None:
-    resumed_everywhere(method)
+    resumed_everywhere(method, step=step)
+
+
+@pytest.mark.parametrize("first_order_step", ["adamw", "sgd"])
+def test_parameters_without_a_block_resume_too(first_order_step: str) -> None:
+    resumed_everywhere(TEKFAC, first_order=["1"], first_order_step=first_order_step)
 
 
 @pytest.mark.parametrize("fisher", ["empirical", "exact"])
@@ -114,13 +130,13 @@ def test_a_state_of_another_format_is_refused_by_its_number() -> None:
     optimizer = TEKFAC(cnn(), lr=0.01)
     state = optimizer.state_dict()
     state["param_groups"][0]["tekfac"]["format"] = 0
-    with pytest.raises(ValueError, match="has format 0, this version of tekfac reads format 2"):
+    with pytest.raises(ValueError, match="has format 0, this version of tekfac reads format 3"):
         optimizer.load_state_dict(state)
 
 
 def test_the_state_holds_everything_a_later_step_depends_on() -> None:
     model = cnn()
-    optimizer = TEKFAC(model, lr=0.01)
+    optimizer = TEKFAC.natural(model, lr=0.01)
     train(model, optimizer, images(1))
     state = optimizer.state_dict()
     for curvature in saved_curvature(state).values():
@@ -135,9 +151,7 @@ def test_a_state_loaded_into_a_used_optimizer_replaces_all_it_had() -> None:
     """As when a diverged run goes back to its last good checkpoint."""
     data = images(8)
     run, other = (cnn(), cnn(seed=5))
-    optimizer, used = (
-        TEKFAC(m, lr=0.05, factors_every=2, basis_every=4, rescaling_every=2) for m in (run, other)
-    )
+    optimizer, used = (TEKFAC(m, lr=0.05, factors_every=2, basis_every=4) for m in (run, other))
     train(run, optimizer, data[:4])
     saved = copied([run.state_dict(), optimizer.state_dict()])
     train(other, used, images(7, seed=9))
@@ -151,9 +165,7 @@ def test_a_state_loaded_into_a_used_optimizer_replaces_all_it_had() -> None:
 def test_a_backward_pass_made_before_loading_is_forgotten() -> None:
     data = vectors(3)
     run, other = mlp(), mlp(seed=5)
-    optimizer, used = (
-        TEKFAC(m, lr=0.05, factors_every=1, basis_every=1, rescaling_every=1) for m in (run, other)
-    )
+    optimizer, used = (TEKFAC(m, lr=0.05, factors_every=1, basis_every=1) for m in (run, other))
     train(run, optimizer, data[:1])
     backward(other, vectors(1, seed=8)[0])  # captured, never stepped
     other.load_state_dict(run.state_dict())

@@ -125,7 +125,7 @@ def test_sequence_first_outputs_are_noticed_where_a_layer_knows_its_samples(
     steps: int, batch_dim: int, told: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     model = Recurrent()
-    optimizer = TKFAC(model, batch_dim=batch_dim)
+    optimizer = TKFAC.natural(model, batch_dim=batch_dim)
     for _ in range(2):
         optimizer.zero_grad()
         logits = model(torch.randn(steps, N, D))

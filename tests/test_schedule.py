@@ -34,7 +34,7 @@ def history(
 
 def build(method: type[NaturalGradient], **settings: Any) -> tuple[nn.Module, NaturalGradient]:
     model = mlp()
-    return model, method(model, lr=0.05, damping=0.1, fisher="exact", **settings)
+    return model, method.natural(model, lr=0.05, damping=0.1, fisher="exact", **settings)
 
 
 def same_basis(a: LayerCurvature, b: LayerCurvature) -> bool:
@@ -86,7 +86,7 @@ def test_every_step_uses_what_it_has_just_measured_at_the_iterate_it_starts_from
     model, optimizer = build(method, factors_every=1, basis_every=1, factor_decay=0.0, momentum=0.0)
     if method in CORRECTED:
         model = mlp()
-        optimizer = method(
+        optimizer = method.natural(
             model, lr=0.05, damping=0.1, momentum=0.0, fisher="exact", factors_every=1, basis_every=1,
             rescaling_every=1, factor_decay=0.0, rescaling_decay=0.0,
         )  # fmt: skip

@@ -36,7 +36,7 @@ def settings_of(optimizer: Optimizer) -> list[tuple[float, float]]:
 @pytest.mark.parametrize("name", SCHEDULERS)
 def test_the_groups_follow_the_scheduler_as_those_of_sgd_do(name: str) -> None:
     model, reference = mlp(), mlp()
-    optimizer = TEKFAC(model, lr=0.1, momentum=0.9)
+    optimizer = TEKFAC.natural(model, lr=0.1, momentum=0.9)
     sgd = torch.optim.SGD(reference.parameters(), lr=0.1, momentum=0.9)
     schedule, expected = SCHEDULERS[name](optimizer), SCHEDULERS[name](sgd)
     for batch in vectors(6):
@@ -48,7 +48,7 @@ def test_the_groups_follow_the_scheduler_as_those_of_sgd_do(name: str) -> None:
 
 def test_a_plateau_lowers_the_rate() -> None:
     model = mlp()
-    optimizer = TEKFAC(model, lr=0.1)
+    optimizer = TEKFAC.natural(model, lr=0.1)
     scheduler = lr_scheduler.ReduceLROnPlateau(optimizer, patience=0, factor=0.5)
     for value in (1.0, 2.0, 3.0):
         train(model, optimizer, vectors(1))
@@ -63,7 +63,7 @@ def test_a_scheduled_rate_acts_in_the_very_next_step(method: type[NaturalGradien
 
     def last_step(factor: float) -> torch.Tensor:
         model = mlp()
-        optimizer = method(model, lr=2.0**-8, momentum=0.0, seed=0)
+        optimizer = method.natural(model, lr=2.0**-8, momentum=0.0, seed=0)
         scheduler = lr_scheduler.MultiplicativeLR(optimizer, lambda _: factor)
         train(model, optimizer, data[:2])
         scheduler.step()
@@ -76,7 +76,7 @@ def test_a_scheduled_rate_acts_in_the_very_next_step(method: type[NaturalGradien
 
 def test_a_rate_of_zero_moves_no_parameter_and_still_gathers_statistics() -> None:
     model = cnn()
-    optimizer = TEKFAC(model, lr=0.1)
+    optimizer = TEKFAC.natural(model, lr=0.1)
     lr_scheduler.LambdaLR(optimizer, lambda _: 0.0)
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
     train(model, optimizer, images(1))
@@ -86,7 +86,7 @@ def test_a_rate_of_zero_moves_no_parameter_and_still_gathers_statistics() -> Non
 
 def test_each_group_can_have_its_own_schedule() -> None:
     model = cnn()
-    optimizer = TEKFAC(model, lr=0.1, first_order=[nn.BatchNorm2d], first_order_lr=0.5)
+    optimizer = TEKFAC.natural(model, lr=0.1, first_order=[nn.BatchNorm2d], first_order_lr=0.5)
     scheduler = lr_scheduler.LambdaLR(optimizer, [lambda k: 0.5**k, lambda k: 0.1**k])
     train(model, optimizer, images(2), scheduler=scheduler)
     assert [group["lr"] for group in optimizer.param_groups] == pytest.approx([0.025, 0.005])

@@ -19,7 +19,7 @@ from training import cnn, images, mlp, train, vectors
 @pytest.mark.parametrize("method", METHODS)
 def test_trace_and_condition_are_those_of_the_dense_blocks(method: type[NaturalGradient]) -> None:
     model = cnn()
-    optimizer = method(model, lr=1e-3, damping=0.1, fisher="exact")
+    optimizer = method.natural(model, lr=1e-3, damping=0.1, fisher="exact")
     assert optimizer.signals() == {}
     train(model, optimizer, images(2))
     signals = optimizer.signals()
@@ -37,7 +37,7 @@ def test_trace_and_condition_are_those_of_the_dense_blocks(method: type[NaturalG
 
 def test_the_damping_told_is_what_the_methods_own_rule_adds() -> None:
     model = cnn()
-    optimizer = TEKFAC(model, lr=1e-3, fisher="exact", trace_floor=1e-6)
+    optimizer = TEKFAC.natural(model, lr=1e-3, fisher="exact", trace_floor=1e-6)
     train(model, optimizer, images(1))
     for name, curvature in statistics(optimizer).items():
         if optimizer._layers[name].is_convolution:
@@ -47,7 +47,7 @@ def test_the_damping_told_is_what_the_methods_own_rule_adds() -> None:
 def test_asking_changes_nothing() -> None:
     def weights(ask: bool) -> list[Any]:
         model = mlp()
-        optimizer = KFAC(model, lr=0.05)
+        optimizer = KFAC.natural(model, lr=0.05)
         for batch in vectors(3):
             train(model, optimizer, [batch])
             if ask:
@@ -59,7 +59,7 @@ def test_asking_changes_nothing() -> None:
 
 def test_staleness_counts_the_steps_since_the_basis_was_due() -> None:
     model = mlp()
-    optimizer = EKFAC(model, lr=1e-3, basis_every=3)
+    optimizer = EKFAC.natural(model, lr=1e-3, basis_every=3)
     found = [optimizer.steps_since_refresh]
     for batch in vectors(7):
         train(model, optimizer, [batch])
@@ -83,7 +83,7 @@ def test_time_on_curvature_is_counted_where_it_is_spent(monkeypatch: pytest.Monk
     monkeypatch.setattr(Capture, "_keep", slow_keep)
     monkeypatch.setattr(NetworkCurvature, "refreshed", slow_refresh)
     model = mlp()
-    optimizer = EKFAC(model, lr=1e-3, factors_every=2, basis_every=2, rescaling_every=2)
+    optimizer = EKFAC.natural(model, lr=1e-3, factors_every=2, basis_every=2, rescaling_every=2)
     first, second = vectors(2)
     train(model, optimizer, [first])
     measured = optimizer.curvature_seconds

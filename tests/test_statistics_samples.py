@@ -155,8 +155,8 @@ def test_an_average_holds_as_many_measurements_as_its_noise_says(decay: float) -
 @pytest.mark.parametrize("method", METHODS)
 def test_a_layers_first_measurement_is_of_all_samples(method: type[NaturalGradient]) -> None:
     model, other = seeded(Net), seeded(Net)
-    few = method(model, lr=1e-30, statistics_samples=CHOSEN, fisher="empirical")
-    all_of_them = method(other, lr=1e-30, statistics_samples=None, fisher="empirical")
+    few = method.natural(model, lr=1e-30, statistics_samples=CHOSEN, fisher="empirical")
+    all_of_them = method.natural(other, lr=1e-30, statistics_samples=None, fisher="empirical")
     for net, optimizer in ((model, few), (other, all_of_them)):
         train(net, optimizer, [batch()])
     for name, block in statistics(all_of_them).items():
@@ -169,7 +169,7 @@ def test_a_number_beyond_the_batch_changes_nothing(method: type[NaturalGradient]
     for samples in (None, SAMPLES, 1000):
         model = seeded(Net)
         every = {"factors_every": 1, "basis_every": 1}
-        optimizer = method(model, lr=0.01, statistics_samples=samples, seed=0, **every)
+        optimizer = method.natural(model, lr=0.01, statistics_samples=samples, seed=0, **every)
         train(model, optimizer, [batch(seed) for seed in range(3)])
         runs.append(everything(model, optimizer))
     assert_identical(runs[0], runs[1])
@@ -207,7 +207,7 @@ def test_the_choice_is_drawn_by_a_generator_of_its_own() -> None:
 def test_a_skipped_step_takes_its_choice_back() -> None:
     model = seeded(Net)
     every = {"factors_every": 1, "basis_every": 1}
-    optimizer = EKFAC(model, lr=0.01, statistics_samples=CHOSEN, rescaling_every=1, seed=0, **every)
+    optimizer = EKFAC.natural(model, lr=0.01, statistics_samples=CHOSEN, rescaling_every=1, seed=0, **every)
     train(model, optimizer, [batch(), batch(7)])
     before = everything(model, optimizer)
     x, y = batch(1)
@@ -225,7 +225,7 @@ def test_a_skipped_step_takes_its_choice_back() -> None:
 @pytest.mark.parametrize("value", [0, -1, 1.5, "all", True])
 def test_what_is_no_number_of_samples_is_refused(value: Any) -> None:
     with pytest.raises(ValueError, match="statistics_samples") as caught:
-        TEKFAC(nn.Linear(3, 2), statistics_samples=value)
+        TEKFAC.natural(nn.Linear(3, 2), statistics_samples=value)
     assert repr(value) in str(caught.value)
     assert "auto" in str(caught.value)
 
@@ -246,7 +246,7 @@ def test_a_table_that_is_tied_to_an_unused_head_is_measured_whole() -> None:
             return out
 
     model = seeded(Tied)
-    optimizer = TEKFAC(model, factors_every=1, basis_every=1, statistics_samples=CHOSEN)
+    optimizer = TEKFAC.natural(model, factors_every=1, basis_every=1, statistics_samples=CHOSEN)
     for _ in range(3):
         optimizer.zero_grad()
         F.cross_entropy(model(torch.arange(30).reshape(6, 5)), torch.arange(6) % 3).backward()
@@ -265,7 +265,7 @@ def test_a_layer_that_is_called_with_nothing_disturbs_nobody() -> None:
             return out
 
     model = seeded(Empty)
-    optimizer = TEKFAC(model, factors_every=1, basis_every=1)
+    optimizer = TEKFAC.natural(model, factors_every=1, basis_every=1)
     for seed in range(3):
         optimizer.zero_grad()
         F.cross_entropy(model(normal(6, 5, 4, seed=seed)), torch.arange(6) % 3).backward()
@@ -292,7 +292,7 @@ def test_norms_have_the_same_samples_whether_rows_are_clear_or_not() -> None:
 def test_theta_with_a_shorter_memory_than_the_factors_decides() -> None:
     """The number of samples is that of the shorter average."""
     model = seeded(lambda: nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Flatten(), nn.Linear(20, 3)))
-    optimizer = TEKFAC(model, factors_every=1, basis_every=1, rescaling_every=1, rescaling_decay=0.0)
+    optimizer = TEKFAC.natural(model, factors_every=1, basis_every=1, rescaling_every=1, rescaling_decay=0.0)
     for seed in range(5):
         optimizer.zero_grad()
         F.cross_entropy(model(normal(6, 5, 4, seed=seed)), torch.arange(6) % 3).backward()

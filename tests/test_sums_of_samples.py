@@ -233,7 +233,7 @@ def test_other_sharings_and_tables_are_not_summed(sharing: Any, monkeypatch: pyt
 
     monkeypatch.setattr(Selection, "in_sums", refuse)
     model = seeded(Net)
-    train(model, TEKFAC(model, sharing=sharing, factors_every=1, basis_every=1), [batch(), batch(1)])
+    train(model, TEKFAC.natural(model, sharing=sharing, factors_every=1, basis_every=1), [batch(), batch(1)])
     table = seeded(lambda: nn.Sequential(nn.Embedding(9, 4), nn.Flatten(), nn.Tanh()))
     capture = captures(table)[1]
     table(torch.arange(21).reshape(7, 3) % 9).square().mean().backward()
@@ -283,7 +283,7 @@ def test_a_bias_that_is_frozen_or_unfrozen_before_the_step(freeze: bool) -> None
     bias = model.convolution.bias
     assert bias is not None
     bias.requires_grad_(freeze)
-    optimizer = TEKFAC(model, lr=0.01, factors_every=1, basis_every=1, fisher="empirical")
+    optimizer = TEKFAC.natural(model, lr=0.01, factors_every=1, basis_every=1, fisher="empirical")
     for seed in range(2):
         x, y = batch(seed)
         optimizer.zero_grad()

@@ -61,7 +61,7 @@ def dense_tekfac(gradients: Tensor) -> Tensor:
 def test_a_layer_used_twice_has_the_block_of_its_whole_gradient(tied: bool) -> None:
     model, (batch,) = Twice(tied), vectors(1)
     gradients = column_gradients(model, batch, model.first.weight, model.first.bias)
-    optimizer = TEKFAC(model, lr=1e-30, momentum=0.0, fisher="exact", damping=1e-3)
+    optimizer = TEKFAC.natural(model, lr=1e-30, momentum=0.0, fisher="exact", damping=1e-3)
     train(model, optimizer, [batch])
     assert set(statistics(optimizer)) == {"first", "head"}
     assert_close(dense_block(statistics(optimizer)["first"]), dense_tekfac(gradients))
@@ -73,14 +73,18 @@ def test_a_module_used_twice_and_two_tied_modules_train_alike(method: type[Natur
     weights = []
     for tied in (False, True):
         model = Twice(tied)
-        train(model, method(model, lr=0.05, damping=0.1, seed=0, factors_every=2, basis_every=2), vectors(4))
+        train(
+            model,
+            method.natural(model, lr=0.05, damping=0.1, seed=0, factors_every=2, basis_every=2),
+            vectors(4),
+        )
         weights.append(model.first.weight.detach())
     assert torch.equal(weights[0], weights[1])
 
 
 def test_a_tied_parameter_is_moved_once() -> None:
     model = Twice(tied=True)
-    optimizer = TEKFAC(model, lr=0.05)
+    optimizer = TEKFAC.natural(model, lr=0.05)
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     assert len(parameters) == len(set(parameters)) == 4
 
@@ -109,7 +113,7 @@ def test_convolutions_that_share_weights_but_not_strides_are_one_layer() -> None
             loss = oracle.softmax_column(k)(logits, logits)
             grads = torch.autograd.grad(loss, [weight, bias], retain_graph=True)
             matrices.append(torch.cat([grads[0].flatten(1), grads[1][:, None]], 1))
-    optimizer = TEKFAC(model, lr=1e-30, momentum=0.0, fisher="exact", damping=1e-3)
+    optimizer = TEKFAC.natural(model, lr=1e-30, momentum=0.0, fisher="exact", damping=1e-3)
     train(model, optimizer, [batch])
     assert set(statistics(optimizer)) == {"fine", "head"}
     assert_close(dense_block(statistics(optimizer)["fine"]), dense_tekfac(3**0.5 * torch.stack(matrices)))
@@ -170,7 +174,7 @@ def test_a_weight_tied_to_an_embedding_is_one_layer_with_the_block_of_its_whole_
     model, (batch,) = LanguageModel(), token_batches(1)
     gradients = tied_gradients(model, batch[0])
     with caplog.at_level(logging.INFO, "tekfac"):
-        optimizer = TEKFAC(
+        optimizer = TEKFAC.natural(
             model, lr=1.0, first_order_lr=0.25, momentum=0.0, damping=0.1, fisher="exact", likelihood=PER_TOKEN
         )
     assert "Nothing is left out" in caplog.text
@@ -191,7 +195,7 @@ def test_a_weight_tied_to_an_embedding_is_one_layer_with_the_block_of_its_whole_
 
 def test_an_embedding_and_a_head_with_weights_of_their_own_are_two_layers() -> None:
     model = LanguageModel(tied=False)
-    optimizer = TEKFAC(model, lr=0.05)
+    optimizer = TEKFAC.natural(model, lr=0.05)
     train(model, optimizer, token_batches(1), token_loss)
     assert set(statistics(optimizer)) == {"embedding", "body", "head"}
 
@@ -211,7 +215,7 @@ def test_a_weight_tied_to_an_embedding_in_a_way_that_one_block_cannot_hold_is_tr
     model = LanguageModel()
     change(model)
     with caplog.at_level(logging.WARNING, "tekfac"):
-        optimizer = TEKFAC(model, lr=0.05, first_order_lr=0.25, momentum=0.5)
+        optimizer = TEKFAC.natural(model, lr=0.05, first_order_lr=0.25, momentum=0.5)
     assert re.search(reason, caplog.text)
     start = model.head.weight.detach().clone()
     train(model, optimizer, token_batches(1), token_loss)
@@ -234,7 +238,7 @@ def test_weights_tied_in_ways_that_one_block_cannot_hold_are_left_with_a_reason(
     model = Twice(tied=True)
     change(model)
     with caplog.at_level(logging.WARNING, "tekfac"):
-        optimizer = KFAC(model, lr=0.05)
+        optimizer = KFAC.natural(model, lr=0.05)
     assert reason in caplog.text
     train(model, optimizer, vectors(2))
     assert set(statistics(optimizer)) == {"head"}
@@ -243,7 +247,7 @@ def test_weights_tied_in_ways_that_one_block_cannot_hold_are_left_with_a_reason(
 def test_a_bias_shared_between_layers_is_first_order_and_the_weights_are_not() -> None:
     model = nn.Sequential(nn.Linear(5, 3), nn.Tanh(), nn.Linear(3, 3)).double()
     model[2].bias = model[0].bias
-    optimizer = EKFAC(model, lr=0.05)
+    optimizer = EKFAC.natural(model, lr=0.05)
     train(model, optimizer, vectors(1))
     assert statistics(optimizer)["0"].rescaling.shape == (1, 3, 5)
     assert statistics(optimizer)["2"].rescaling.shape == (1, 3, 3)
@@ -270,7 +274,7 @@ def test_one_sequence_layer_called_per_token_or_on_all_tokens_has_the_same_block
         blocks = []
         for loop in (False, True):
             model = Tokenwise(loop)
-            optimizer = method(model, lr=1e-30, fisher="exact")
+            optimizer = method.natural(model, lr=1e-30, fisher="exact")
             train(model, optimizer, vectors(1))
             blocks.append(dense_block(statistics(optimizer)["layer"]))
         assert_close(blocks[1], blocks[0], rtol=100 * RTOL)
@@ -288,7 +292,7 @@ def test_a_module_used_in_one_forward_pass_and_not_in_the_next_keeps_its_block()
             return self.extra(torch.tanh(out)) if self.use else out
 
     model = Sometimes()
-    optimizer = TEKFAC(model, lr=0.05, factors_every=1, basis_every=1, rescaling_every=1)
+    optimizer = TEKFAC.natural(model, lr=0.05, factors_every=1, basis_every=1, rescaling_every=1)
     data = vectors(2)
     train(model, optimizer, data[:1])
     moments, extra = statistics(optimizer)["extra"].moments, model.extra.weight.detach().clone()
@@ -323,7 +327,7 @@ def test_two_views_of_a_sample_in_one_call_are_told_apart_by_sample_or_refused(f
     blocks = []
     for concatenated in (False, True):
         model = TwoViews(concatenated)
-        optimizer = TEKFAC(model, lr=1e-30, momentum=0.0, fisher=fisher, damping=1e-3)
+        optimizer = TEKFAC.natural(model, lr=1e-30, momentum=0.0, fisher=fisher, damping=1e-3)
         try:
             train(model, optimizer, vectors(1))
         except OutputShapeError as error:

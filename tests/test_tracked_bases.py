@@ -152,7 +152,7 @@ def run(method: type[NaturalGradient], **settings: Any) -> NaturalGradient:
     if method.method.rescaling.measured:
         every["rescaling_every"] = 1
     options = {"lr": 1e-30, "momentum": 0.0, "fisher": "exact", "damping": 1e-3, **every, **settings}
-    optimizer = method(model, **options)
+    optimizer = method.natural(model, **options)
     (batch,) = vectors(1, samples=20)
     train(model, optimizer, [batch] * 4)
     return optimizer
@@ -178,5 +178,5 @@ def test_false_decomposes_every_time(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("value", [1, "yes", None])
 def test_anything_but_true_or_false_is_refused(value: Any) -> None:
     with pytest.raises(ValueError, match="track_basis") as caught:
-        TEKFAC(nn.Linear(3, 2), track_basis=value)
+        TEKFAC.natural(nn.Linear(3, 2), track_basis=value)
     assert repr(value) in str(caught.value)

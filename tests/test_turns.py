@@ -29,7 +29,7 @@ def clocks(method: type[NaturalGradient], every: int = EVERY) -> dict[str, int]:
 def start(method: type[NaturalGradient] = TEKFAC, **settings: Any) -> tuple[nn.Module, NaturalGradient]:
     model = mlp(sizes=SIZES)
     settings = {"lr": 0.05, "turns": True, "fisher": "empirical", "seed": 0, **clocks(method), **settings}
-    return model, method(model, **settings)
+    return model, method.natural(model, **settings)
 
 
 # -- the plan ------------------------------------------------------------------------------------------
@@ -146,7 +146,7 @@ def test_compiled_models_are_measured_all_at_once(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(natural_gradient, "WORTH_TURNS", 0)
     model = mlp(sizes=SIZES)
     model[0].compile(backend="eager")
-    optimizer = TEKFAC(model, fisher="empirical", **clocks(TEKFAC))
+    optimizer = TEKFAC.natural(model, fisher="empirical", **clocks(TEKFAC))
     train(model, optimizer, vectors(1))
     assert len(optimizer._schedule.turns) == 1
 
@@ -165,12 +165,14 @@ def test_a_loaded_state_decides(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("value", ["on", 1, None])
 def test_other_values_are_refused(value: Any) -> None:
     with pytest.raises(ValueError, match="turns") as caught:
-        TEKFAC(nn.Linear(3, 2), turns=value)
+        TEKFAC.natural(nn.Linear(3, 2), turns=value)
     assert repr(value) in str(caught.value)
 
 
 def test_costs_grow_with_what_is_decomposed() -> None:
-    layers = TEKFAC(seeded(lambda: nn.Sequential(nn.Linear(10, 10), nn.Linear(10, 40))), max_dim=20)._layers
+    layers = TEKFAC.natural(
+        seeded(lambda: nn.Sequential(nn.Linear(10, 10), nn.Linear(10, 40))), max_dim=20
+    )._layers
     small, large = (cost_of_refresh(layer) for layer in layers.values())
     assert small == 9 * (11**3 + 10**3) + 2 * 16 * 11 * 10 * 21
     assert large == 9 * (11**3 + 40 * 20**2) + 2 * 16 * 11 * 40 * 31

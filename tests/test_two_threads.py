@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from tekfac import TEKFAC
 from training import assert_identical, everything, mlp, train, vectors
 
-SETTINGS: dict[str, Any] = {"lr": 0.05, "seed": 0, "factors_every": 1, "basis_every": 1, "rescaling_every": 1}
+SETTINGS: dict[str, Any] = {"lr": 0.05, "seed": 0, "factors_every": 1, "basis_every": 1}
 
 
 class Waiting(torch.autograd.Function):

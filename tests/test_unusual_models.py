@@ -34,7 +34,7 @@ def test_a_head_that_is_replaced_is_preconditioned_once_it_is_given_to_the_optim
     method: type[NaturalGradient],
 ) -> None:
     model = mlp()
-    optimizer = method(model, **EVERY_STEP)
+    optimizer = method.natural(model, **EVERY_STEP)
     train(model, optimizer, vectors(2))
     body, old = optimizer.curvature["0"].rescaling.clone(), optimizer.curvature["2"]
     model[2] = nn.Linear(4, 3).double()
@@ -50,7 +50,7 @@ def test_parameters_that_the_model_got_and_the_optimizer_was_not_given_are_named
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     model = mlp()
-    optimizer = TEKFAC(model, **EVERY_STEP)
+    optimizer = TEKFAC.natural(model, **EVERY_STEP)
     model[2] = nn.Linear(4, 3).double()
     train(model, optimizer, vectors(3))
     told = [record.message for record in caplog.records if "does not train" in record.message]
@@ -63,7 +63,7 @@ def test_a_layer_that_stays_frozen_is_not_waited_for() -> None:
     model = mlp(sizes=(5, 4, 4, 3))
     model[0].requires_grad_(False)
     model[2].requires_grad_(False)
-    optimizer = TEKFAC(model, factors_every=1000, basis_every=1000, rescaling_every=1000)
+    optimizer = TEKFAC.natural(model, factors_every=1000, basis_every=1000, rescaling_every=1000)
     train(model, optimizer, vectors(2))
     model[2].requires_grad_(True)
     armed = []
@@ -88,7 +88,7 @@ def test_freezing_and_unfreezing_again_and_again_changes_nothing_and_is_told_onc
         model = model.double()
         for parameter in model.parameters():
             nn.init.normal_(parameter, generator=torch.Generator().manual_seed(1))
-        optimizer = TEKFAC(model, seed=0, **EVERY_STEP)
+        optimizer = TEKFAC.natural(model, seed=0, **EVERY_STEP)
         for x, y in vectors(6):
             if toggle:
                 model.requires_grad_(False)
@@ -106,7 +106,7 @@ def test_freezing_and_unfreezing_again_and_again_changes_nothing_and_is_told_onc
 
 def test_training_only_biases_of_a_model_that_was_whole_goes_on_by_first_order() -> None:
     model = nn.Sequential(nn.Linear(5, 3), nn.PReLU()).double()
-    optimizer = TEKFAC(model, momentum=0.0, lr=0.25)
+    optimizer = TEKFAC.natural(model, momentum=0.0, lr=0.25)
     step(model, optimizer, torch.randn(6, 5, dtype=torch.float64))
     model[0].weight.requires_grad_(False)
     for _ in range(2):  # the second step knows
@@ -151,7 +151,7 @@ def test_rows_that_all_samples_share_have_an_unbiased_fisher(rows: int, samples:
             exact += float(probabilities[n, label] * sum(g.square().sum() for g in gradient)) / samples
     draws = []
     for seed in range(300):
-        optimizer = TEKFAC(model, lr=1e-30, seed=seed)
+        optimizer = TEKFAC.natural(model, lr=1e-30, seed=seed)
         step(model, optimizer, x, classes=2)
         draws.append(optimizer.curvature["layer"].trace())
     measured = torch.tensor(draws)
@@ -180,7 +180,7 @@ def test_positions_that_are_looked_up_once_are_measured_with_drawn_labels(
     shape: str, samples: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     model = Positions(shape)
-    optimizer = TEKFAC(model, **EVERY_STEP)
+    optimizer = TEKFAC.natural(model, **EVERY_STEP)
     for _ in range(3):
         step(model, optimizer, torch.randint(7, (samples, 6)))
     assert set(optimizer.curvature) == {"tokens", "places", "mix", "head"}
@@ -194,7 +194,7 @@ def test_with_other_fishers_they_are_left_out_with_a_word(
     shape: str, samples: int, kind: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     model = Positions(shape)
-    optimizer = TEKFAC(model, fisher=kind, **EVERY_STEP)
+    optimizer = TEKFAC.natural(model, fisher=kind, **EVERY_STEP)
     start = model.places.weight.detach().clone()
     for _ in range(2):
         step(model, optimizer, torch.randint(7, (samples, 6)))
@@ -210,7 +210,7 @@ def test_tokens_may_be_32_bit_numbers(tied: bool) -> None:
         model = nn.Sequential(nn.Embedding(5, 4), nn.Linear(4, 5, bias=False)).double()
         if tied:
             model[1].weight = model[0].weight
-        optimizer = TEKFAC(model, seed=0)
+        optimizer = TEKFAC.natural(model, seed=0)
         step(model, optimizer, torch.arange(5).to(dtype), classes=5)
         return [parameter.detach() for parameter in model.parameters()]
 
@@ -236,7 +236,7 @@ class Experts(nn.Module):
 @every_method
 def test_an_expert_that_gets_no_row_waits_for_one(method: type[NaturalGradient]) -> None:
     model = Experts()
-    optimizer = method(model, **EVERY_STEP)
+    optimizer = method.natural(model, **EVERY_STEP)
     x = torch.randn(6, 4, dtype=torch.float64)
     step(model, optimizer, x, torch.ones(6, dtype=torch.bool))
     assert set(optimizer.curvature) == {"first", "head"}
@@ -282,7 +282,7 @@ def test_a_state_of_a_recurrent_layer_may_be_a_named_tuple() -> None:
             return out
 
     model = Model()
-    optimizer = TEKFAC(model)
+    optimizer = TEKFAC.natural(model)
     step(model, optimizer, torch.randn(5, 6, 4))
     assert set(optimizer.curvature) == {"memory.ih_l0", "memory.hh_l0", "head"}
 
@@ -301,7 +301,7 @@ def test_frozen_projections_of_attention_are_not_measured() -> None:
     model.attention.in_proj_weight.requires_grad_(False)
     assert model.attention.in_proj_bias is not None
     model.attention.in_proj_bias.requires_grad_(False)
-    optimizer = TEKFAC(model, **EVERY_STEP)
+    optimizer = TEKFAC.natural(model, **EVERY_STEP)
     step(model, optimizer, torch.randn(5, 6, 4))
     assert set(optimizer.curvature) == {"attention.out_proj", "head"}
 
@@ -317,7 +317,7 @@ def test_complex_parameters_are_left_to_first_order_with_the_reason(caplog: pyte
             return out
 
     model = Model()
-    optimizer = TEKFAC(model)
+    optimizer = TEKFAC.natural(model)
     step(model, optimizer, torch.randn(5, 4))
     assert list(optimizer.curvature) == ["head"]
     assert "'waves.weight'" in caplog.text
@@ -330,7 +330,7 @@ def test_complex_parameters_are_left_to_first_order_with_the_reason(caplog: pyte
 @every_method
 def test_a_state_of_other_forms_or_another_precision_is_refused_by_name(method: type[NaturalGradient]) -> None:
     def made(**settings: Any) -> NaturalGradient:
-        return method(mlp(dtype=torch.float32), **settings)
+        return method.natural(mlp(dtype=torch.float32), **settings)
 
     optimizer = made()
     train(optimizer._model_layers.model, optimizer, vectors(1, dtype=torch.float32))
@@ -347,7 +347,7 @@ def test_a_state_of_other_forms_or_another_precision_is_refused_by_name(method: 
 
 def test_a_run_that_has_diverged_is_told_what_to_do_and_then_seldom(caplog: pytest.LogCaptureFixture) -> None:
     model = mlp()
-    optimizer = TEKFAC(model)
+    optimizer = TEKFAC.natural(model)
     for x, y in vectors(30):
         optimizer.zero_grad()
         (F.cross_entropy(model(x), y) * torch.nan).backward()
@@ -365,9 +365,9 @@ def test_a_run_that_has_diverged_is_told_what_to_do_and_then_seldom(caplog: pyte
 def test_one_convolution_does_not_change_the_damping_of_the_other_layers(method: type[NaturalGradient]) -> None:
     """As the patches of a vision transformer are one; the paper's rule, on request, does."""
     model = nn.Sequential(nn.Conv2d(1, 4, 3), nn.Flatten(), nn.Linear(36, 3)).double()
-    optimizer = method(model)
+    optimizer = method.natural(model)
     step(model, optimizer, torch.randn(6, 1, 5, 5, dtype=torch.float64))
-    alone = method(nn.Sequential(nn.Linear(36, 3)).double())
+    alone = method.natural(nn.Sequential(nn.Linear(36, 3)).double())
     assert optimizer.param_groups[0]["damping"] == alone.param_groups[0]["damping"]
     if method.method.rescaling.measured:
         assert all(signal.damping == pytest.approx(1e-2) for signal in optimizer.signals().values())

@@ -43,7 +43,7 @@ def test_steps_follow_the_order_of_the_reference(method: type[NaturalGradient], 
     """P g; clip it; v = momentum v + P g; w = (1 - lr decay) w - lr v; with a rate that changes."""
     momentum, decay = 0.8, 0.3
     model = mlp()
-    optimizer = method(
+    optimizer = method.natural(
         model,
         lr=1.0,
         momentum=momentum,
@@ -74,7 +74,9 @@ def clipped_step(
 ) -> tuple[nn.Module, dict[str, Tensor]]:
     """A model with its gradients, and what one step without momentum added to the parameters."""
     model = mlp()
-    optimizer = TEKFAC(model, lr=lr, momentum=0.0, damping=DAMPING, kl_clip=kl_clip, fisher="exact", **settings)
+    optimizer = TEKFAC.natural(
+        model, lr=lr, momentum=0.0, damping=DAMPING, kl_clip=kl_clip, fisher="exact", **settings
+    )
     before = parameters(model)
     train(model, optimizer, vectors(1))
     return model, {name: after - before[name] for name, after in parameters(model).items()}
@@ -116,7 +118,7 @@ def test_the_clip_leaves_first_order_parameters_alone(first_order: Any) -> None:
     steps = []
     for kl_clip in (None, 1e-9):
         model = cnn()
-        optimizer = EKFAC(
+        optimizer = EKFAC.natural(
             model,
             lr=0.5,
             momentum=0.0,
@@ -151,7 +153,7 @@ def test_a_change_of_the_rate_does_not_rescale_what_momentum_has_gathered(
     results = []
     for second_rate in (0.1, 0.01):
         model = mlp()
-        optimizer = method(model, lr=0.1, damping=DAMPING, seed=0)
+        optimizer = method.natural(model, lr=0.1, damping=DAMPING, seed=0)
         first, second = vectors(2)
         train(model, optimizer, [first])
         optimizer.param_groups[0]["lr"] = second_rate
@@ -167,7 +169,7 @@ def test_a_change_of_the_rate_does_not_rescale_what_momentum_has_gathered(
 
 def test_without_momentum_no_buffer_is_kept() -> None:
     model = mlp()
-    optimizer = TEKFAC(model, lr=0.1, momentum=0.0)
+    optimizer = TEKFAC.natural(model, lr=0.1, momentum=0.0)
     train(model, optimizer, vectors(2))
     assert not any("momentum_buffer" in own for own in optimizer.state_dict()["state"].values())
 
@@ -178,7 +180,7 @@ def test_without_momentum_no_buffer_is_kept() -> None:
 def test_weight_decay_is_decoupled() -> None:
     """It is neither preconditioned nor gathered by momentum: a zero gradient only shrinks the weights."""
     model = mlp()
-    optimizer = TEKFAC(model, lr=0.1, weight_decay=0.5, momentum=0.9)
+    optimizer = TEKFAC.natural(model, lr=0.1, weight_decay=0.5, momentum=0.9)
     for factor in (0.95, 0.95**2):
         start = parameters(mlp())
         optimizer.zero_grad()
@@ -195,7 +197,7 @@ def test_weight_decay_is_decoupled() -> None:
 def test_a_parameter_without_a_gradient_is_not_decayed() -> None:
     """As in torch.optim.SGD."""
     model = mlp()
-    optimizer = TEKFAC(model, lr=0.1, weight_decay=0.5)
+    optimizer = TEKFAC.natural(model, lr=0.1, weight_decay=0.5)
     train(model, optimizer, vectors(1))
     optimizer.zero_grad()
     backward(model, vectors(1)[0])
@@ -208,7 +210,7 @@ def test_a_parameter_without_a_gradient_is_not_decayed() -> None:
 
 def test_gradients_are_left_as_the_user_sees_them() -> None:
     model = mlp()
-    optimizer = TEKFAC(model, lr=0.1, weight_decay=0.5, kl_clip=1e-3)
+    optimizer = TEKFAC.natural(model, lr=0.1, weight_decay=0.5, kl_clip=1e-3)
     backward(model, vectors(1)[0])
     before = gradients(model)
     optimizer.step()
@@ -219,7 +221,7 @@ def test_zeroed_gradients_train_as_those_set_to_none() -> None:
     states = []
     for set_to_none in (False, True):
         model = mlp()
-        optimizer = TEKFAC(model, lr=0.1, seed=0)
+        optimizer = TEKFAC.natural(model, lr=0.1, seed=0)
         for batch in vectors(3):
             optimizer.zero_grad(set_to_none=set_to_none)
             backward(model, batch)

@@ -39,7 +39,7 @@ def test_gradients_by_the_input_alone_are_not_measured() -> None:
     """Adversarial examples and gradient penalties run passes of their own before the one that trains."""
     x, y = data()
     model = net()
-    optimizer = TKFAC(model, lr=1e-30, momentum=0.0, damping=1e-3, fisher="empirical")
+    optimizer = TKFAC.natural(model, lr=1e-30, momentum=0.0, damping=1e-3, fisher="empirical")
     optimizer.zero_grad()
     for _ in range(3):
         delta = torch.zeros_like(x, requires_grad=True)
@@ -52,7 +52,7 @@ def test_gradients_by_the_input_alone_are_not_measured() -> None:
 def test_gradients_collected_by_autograd_grad_are_measured() -> None:
     x, y = data()
     model = net()
-    optimizer = TKFAC(model, lr=1e-30, momentum=0.0, damping=1e-3, fisher="empirical")
+    optimizer = TKFAC.natural(model, lr=1e-30, momentum=0.0, damping=1e-3, fisher="empirical")
     parameters = list(model.parameters())
     for p, g in zip(parameters, torch.autograd.grad(cross_entropy(model(x), y), parameters), strict=True):
         p.grad = g
@@ -78,8 +78,8 @@ def test_a_hook_of_the_user_that_replaces_the_output_comes_after_ours() -> None:
 def test_two_optimizers_on_one_model_do_not_take_each_others_vectors() -> None:
     x, y = data()
     model = net()
-    first = TKFAC(model, lr=1e-30, momentum=0.0, damping=1e-3, fisher="sampled")
-    second = TKFAC(model, lr=1e-30, momentum=0.0, damping=1e-3, fisher="empirical")
+    first = TKFAC.natural(model, lr=1e-30, momentum=0.0, damping=1e-3, fisher="sampled")
+    second = TKFAC.natural(model, lr=1e-30, momentum=0.0, damping=1e-3, fisher="empirical")
     cross_entropy(model(x), y).backward()
     first.step()
     second.step()
@@ -115,7 +115,7 @@ def test_an_exception_in_the_forward_pass_leaves_nothing_behind() -> None:
 
     x, y = data()
     model = Fails()
-    optimizer = TKFAC(model, lr=1e-30, momentum=0.0, damping=1e-3, fisher="empirical")
+    optimizer = TKFAC.natural(model, lr=1e-30, momentum=0.0, damping=1e-3, fisher="empirical")
     with pytest.raises(KeyError):
         model(x)
     model.body(x)  # a call outside of the model's own forward pass
@@ -128,7 +128,7 @@ def test_an_exception_in_the_forward_pass_leaves_nothing_behind() -> None:
 @pytest.mark.parametrize("likelihood", ["categorical", "bernoulli", "gaussian"])
 def test_an_empty_batch_is_nothing_to_measure(likelihood: str) -> None:
     model = net()
-    optimizer = TKFAC(model, damping=1e-3, likelihood=likelihood)
+    optimizer = TKFAC.natural(model, damping=1e-3, likelihood=likelihood)
     model(torch.zeros(0, 5, dtype=F64)).sum().backward()
     optimizer.step()
     assert not statistics(optimizer)
@@ -147,7 +147,7 @@ def test_reentrant_checkpoints_are_refused_with_the_way_out() -> None:
 
     x, y = data()
     model = Checkpointed()
-    watching = TKFAC(model, damping=1e-3)
+    watching = TKFAC.natural(model, damping=1e-3)
     with pytest.raises(RuntimeError, match="use_reentrant=False"):
         cross_entropy(model(x), y).backward()
     assert not statistics(watching)
@@ -173,7 +173,7 @@ def test_an_input_changed_in_place_inside_a_checkpoint_is_left_out_and_named(
 
     x, y = data()
     model = Overwritten()
-    optimizer = TKFAC(model, damping=1e-3)
+    optimizer = TKFAC.natural(model, damping=1e-3)
     cross_entropy(model(x), y).backward()
     optimizer.step()
     assert "second" not in statistics(optimizer)
@@ -183,7 +183,7 @@ def test_an_input_changed_in_place_inside_a_checkpoint_is_left_out_and_named(
 def test_statistics_do_not_lose_precision_inside_autocast() -> None:
     x, y = data()
     model = net().float()
-    optimizer = TEKFAC(model, damping=1e-3)
+    optimizer = TEKFAC.natural(model, damping=1e-3)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         cross_entropy(model(x.float()), y).backward()
         optimizer.step()
@@ -194,7 +194,7 @@ def test_statistics_do_not_lose_precision_inside_autocast() -> None:
 def test_a_single_class_is_refused() -> None:
     x, _ = data()
     model = net(outputs=1)
-    watching = TEKFAC(model)
+    watching = TEKFAC.natural(model)
     with pytest.raises(OutputShapeError, match="likelihood='bernoulli'"):
         model(x)
     assert not statistics(watching)
@@ -203,7 +203,7 @@ def test_a_single_class_is_refused() -> None:
 def test_a_loss_that_is_no_cross_entropy_is_doubted_once(caplog: pytest.LogCaptureFixture) -> None:
     x, _ = data()
     model = net()
-    optimizer = TEKFAC(model, factors_every=1)
+    optimizer = TEKFAC.natural(model, factors_every=1)
     for _ in range(3):
         optimizer.zero_grad()
         mse_loss(model(x), torch.ones(len(x), 3, dtype=F64)).backward()

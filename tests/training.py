@@ -7,6 +7,7 @@ import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
+import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -16,6 +17,15 @@ from tekfac.optim.natural_gradient import NaturalGradient
 
 Batch = tuple[Tensor, Tensor]
 Loss = Callable[[Tensor, Tensor], Tensor]
+
+
+both_steps = pytest.mark.parametrize("step", ["adaptive", "natural"])
+"""The default one, and the natural gradient proper."""
+
+
+def maker(method: type[NaturalGradient], step: str) -> Callable[..., NaturalGradient]:
+    """What makes an optimizer that takes such steps."""
+    return method.natural if step == "natural" else method
 
 
 def mlp(
@@ -89,13 +99,13 @@ def train(
 def resumed(make: Callable[[], nn.Module], batches: Iterable[Batch], stop: int | None, **settings: Any) -> Any:
     """All after a step of TEKFAC on each batch; from `stop` on by another one, which is given the state."""
     model = make()
-    optimizer = TEKFAC(model, **settings)
+    optimizer = TEKFAC.natural(model, **settings)
     for step, batch in enumerate(batches):
         if step == stop:
             state, model_state = optimizer.state_dict(), model.state_dict()
             model = make()
             model.load_state_dict(model_state)
-            optimizer = TEKFAC(model, **{**settings, "seed": 99})
+            optimizer = TEKFAC.natural(model, **{**settings, "seed": 99})
             optimizer.load_state_dict(state)
         train(model, optimizer, [batch])
     return everything(model, optimizer)

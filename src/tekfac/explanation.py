@@ -51,7 +51,7 @@ class LayerPlan:
 
 @dataclass(frozen=True)
 class FirstOrder:
-    """A parameter that is trained by momentum SGD on its raw gradient.
+    """A parameter that is trained by first order: AdamW, unless the settings say SGD.
 
     Attributes:
         name: of the parameter.
@@ -74,11 +74,13 @@ class Explanation:
         method: of the optimizer.
         layers: those that are preconditioned.
         first_order: the parameters that are not.
+        first_order_step: what moves these.
     """
 
     method: str
     layers: tuple[LayerPlan, ...]
     first_order: tuple[FirstOrder, ...]
+    first_order_step: str
 
     @property
     def trained(self) -> tuple[LayerPlan, ...]:
@@ -136,7 +138,7 @@ class Explanation:
                 (f"  {p.name}", f"{p.parameters:,}", f"frozen; {p.reason}" if p.frozen else p.reason)
                 for p in self.first_order
             ]
-            lines += ["", "By momentum SGD on the raw gradient:", *_aligned(others, right_from=3)]
+            lines += ["", f"By {self.first_order_step}, on the raw gradient:", *_aligned(others, right_from=3)]
         return "\n".join(lines)
 
 
@@ -167,15 +169,19 @@ def explain(
     inventory = take_inventory(model, left_out, resolved.side_rule, resolved.curvature_dtype)
     explanation = Explanation(
         chosen.name,
-        tuple(_plan(layer, chosen.rescaling.measured) for layer in inventory.layers.values()),
+        tuple(
+            _plan(layer, entrywise=chosen.rescaling.measured, moving=resolved.is_moving)
+            for layer in inventory.layers.values()
+        ),
         tuple(_first_order(model, inventory)),
+        {"adamw": "AdamW", "sgd": "momentum SGD"}[resolved.first_order_step],
     )
     if file is not None:
         print(explanation, file=file)
     return explanation
 
 
-def _plan(layer: Layer, measured: bool) -> LayerPlan:
+def _plan(layer: Layer, *, entrywise: bool, moving: bool) -> LayerPlan:
     shape = layer.shape
     block_in, block_out = shape.block_in or shape.d_in, shape.block_out or shape.d_out
     return LayerPlan(
@@ -185,7 +191,7 @@ def _plan(layer: Layer, measured: bool) -> LayerPlan:
         inputs=side_forms.in_words(shape.d_in, block_in),
         outputs=side_forms.in_words(shape.d_out, block_out),
         parameters=shape.size,
-        memory=_memory(layer, block_in, block_out, measured),
+        memory=_memory(layer, block_in, block_out, entrywise=entrywise, moving=moving),
         refresh_flops=shape.groups
         * (_eigen_flops(shape.d_in, block_in) + _eigen_flops(shape.d_out, block_out)),
         frozen=not layer.weight.requires_grad,
@@ -203,12 +209,12 @@ def _treatment(layer: Layer) -> str:
     return "Kronecker" if layer.shape.groups == 1 else f"Kronecker, {layer.shape.groups} groups"
 
 
-def _memory(layer: Layer, block_in: int, block_out: int, measured: bool) -> int:
-    """Bytes of moments, eigenbasis and re-scaling."""
+def _memory(layer: Layer, block_in: int, block_out: int, *, entrywise: bool, moving: bool) -> int:
+    """Bytes of moments, eigenbasis and re-scaling: measured or moving, every entry or their scale alone."""
     shape = layer.shape
     matrices = 2 * (shape.d_in * block_in + shape.d_out * block_out)  # moments, eigenvectors
     vectors = shape.d_in + shape.d_out + 2  # eigenvalues, two scales
-    diagonal = shape.d_in * shape.d_out if measured else 0
+    diagonal = shape.d_in * shape.d_out if entrywise else int(moving)
     return shape.groups * (matrices + vectors + diagonal) * layer.dtype.itemsize
 
 

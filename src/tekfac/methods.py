@@ -8,7 +8,7 @@ other file asks for a method's name.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +20,7 @@ from tekfac.damping import (
     ByNetwork,
     DampingRule,
     Factored,
+    Relative,
     Tikhonov,
     TraceBased,
 )
@@ -34,7 +35,7 @@ class Method:
         name: as in the papers.
         factors: plain or trace-restricted.
         rescaling: product of eigenvalues or corrected second moments.
-        damping: the rule that is used unless another one is asked for; the same for all layers.
+        damping: the rule of the natural gradient unless another one is asked for; the same for all layers.
         own_damping: the paper's rule for this method, from its trace floor and reading of beta.
     """
 
@@ -79,16 +80,32 @@ def named(name: str) -> Method:
     return found
 
 
-def default_settings(method: Method) -> dict[str, Any]:
-    """Where the method's choices move a default."""
-    sharing = "exact" if "exact" in method.factors.sharings else "expand"
-    return {"sharing": sharing, "damping": method.damping}
+def own_sharing(method: Method) -> str:
+    """How the method treats positions that share weights, unless it is told otherwise."""
+    return "exact" if "exact" in method.factors.sharings else "expand"
 
 
-def refused_settings(method: Method) -> dict[str, str]:
-    """Keywords that mean nothing for the method's choices, with the reason."""
+def default_settings(method: Method, *, is_moving: bool) -> dict[str, Any]:
+    """Where the method's choices, or those of the step, move a default.
+
+    Args:
+        method: a row of the table.
+        is_moving: whether second moments are taken from the gradient of every step.
+    """
+    return {"sharing": own_sharing(method), "damping": Relative() if is_moving else method.damping}
+
+
+def refused_settings(method: Method, *, is_moving: bool) -> dict[str, str]:
+    """Keywords that mean nothing for the method's choices, with the reason.
+
+    Args:
+        method: a row of the table.
+        is_moving: whether second moments are taken from the gradient of every step.
+    """
     refused: dict[str, str] = {}
-    if not method.rescaling.measured:
+    if is_moving:
+        refused["rescaling_every"] = "second moments move at every step (rescaling='moving')"
+    elif not method.rescaling.measured:
         reason = f"{method.name} re-scales by {method.rescaling.name}, which is not averaged"
         refused |= {"rescaling_decay": reason, "rescaling_every": reason}
     if not method.factors.trace_restricted:
@@ -101,17 +118,33 @@ def refused_settings(method: Method) -> dict[str, str]:
     return refused
 
 
-def paper_settings(method: Method) -> Mapping[str, Any]:
-    """The paper's settings, in the reading of docs/mathematics.md, section 8."""
+def natural_settings(method: Method) -> dict[str, Any]:
+    """The natural gradient proper, (F_hat + lambda I)^-1 g, with a velocity of such steps."""
     settings: dict[str, Any] = {
         "lr": 1e-3,
         "momentum": 0.9,
+        "power": 1.0,
+        "rescaling": "measured",
+        "momentum_at": "after",
+        "factor_decay": 0.95,
+        "decay_per": "update",
+        "factors_every": 50,
+        "basis_every": 50,
+        "fisher": "sampled",
+        "first_order_step": "sgd",
+    }
+    if method.rescaling.measured:
+        settings |= {"rescaling_decay": 0.95, "rescaling_every": 50}
+    return settings
+
+
+def paper_settings(method: Method) -> dict[str, Any]:
+    """The paper's settings, in the reading of docs/mathematics.md, section 8: a natural gradient."""
+    settings: dict[str, Any] = {
+        **natural_settings(method),
         "weight_decay": 0.0,
         "damping": None,
-        "factor_decay": 0.95,
-        "factors_every": 50,
         "basis_every": 50 if method.rescaling.measured else 200,
-        "fisher": "sampled",
         "statistics_samples": None,
         "turns": False,
         "max_dim": DEFAULT_MAX_DIM,
@@ -121,8 +154,6 @@ def paper_settings(method: Method) -> Mapping[str, Any]:
         "sharing": "expand",
         "kl_clip": None,
     }
-    if method.rescaling.measured:
-        settings |= {"rescaling_decay": 0.95, "rescaling_every": 50}
     if method.factors.trace_restricted:
         settings |= {"trace_floor": 1e-2, "beta": "add", "averaging": "factors"}
     return settings

@@ -35,12 +35,12 @@ class TEKFAC(NaturalGradient):
 
     A `torch.optim.Optimizer` that takes the model instead of its parameters:
 
-        optimizer = TEKFAC(model, lr=1e-3)
+        optimizer = TEKFAC(model, lr=your_adamw_lr)
 
     Linear layers, convolutions, embeddings, attention, recurrent layers and norms are preconditioned, and types
-    of your own after `tekfac.register_layer`; every other parameter is trained by momentum SGD on its raw
-    gradient. `tekfac.explain(model)` tells what will be done with a model; `TEKFAC.paper(model)` has the
-    paper's own settings.
+    of your own after `tekfac.register_layer`; every other parameter is trained by AdamW.
+    `tekfac.explain(model)` tells what will be done with a model. `TEKFAC.natural(model)` takes the natural
+    gradient proper, and `TEKFAC.paper(model)` has the paper's own settings.
     """
 
     method = methods.TEKFAC

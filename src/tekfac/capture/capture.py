@@ -481,7 +481,7 @@ class Capture:
     def _leave_out(self, layers: Sequence[str], why: str) -> None:
         """Note that layers have no statistics, and say once why."""
         self.left_out.update(layers)
-        instead = ", which is trained by its raw gradient," if self._only_training else ""
+        instead = ", which is trained by first order," if self._only_training else ""
         self._warn_once(f"the statistics of layer {layers[0]!r}{instead} are left out: {why}")
 
     def _warn_once(self, message: str) -> None:

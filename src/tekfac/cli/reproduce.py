@@ -7,12 +7,16 @@ from pathlib import Path
 
 from tekfac.cli import run_arguments
 from tekfac.common.checks import nearest, require_choice
+from tekfac.common.console import remark
 from tekfac.lab import recipes
 from tekfac.lab.config import PLACE
+from tekfac.lab.contest.ablation import VARIANTS, Ablation, ablate
+from tekfac.lab.contest.tasks import TASKS
 from tekfac.lab.report import Asked, present, require_reports
 from tekfac.lab.reproducing import EXPERIMENTS, SCALE_NOTES, SENSITIVE, Wish
 
 ALL = "all"
+ABLATION = "ablation"
 SAME_RUNS = "figure-curves"
 """Drawn by table-accuracy, too."""
 
@@ -27,6 +31,7 @@ Run the paper's experiments and put its numbers beside ours.
   figure-curves       accuracy against epochs and time (the runs of table-accuracy)
   figure-sensitivity  accuracy over learning rate and vartheta
   all
+  ablation            TEKFAC's default step with one piece changed at a time, on a task (--task; ours)
 
 The scale "paper" is the real thing, for a GPU and days; "small" is the same code on a reduced budget, which two
 CPU cores finish within an hour. In the small scale every optimizer first gets the best of five
@@ -36,7 +41,12 @@ settings (--no-tune leaves that out). What was interrupted goes on when the same
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's arguments."""
-    parser.add_argument("experiment", metavar="EXPERIMENT", help=f"{', '.join(EXPERIMENTS)} or {ALL}")
+    names = ", ".join((*EXPERIMENTS, ABLATION))
+    parser.add_argument("experiment", metavar="EXPERIMENT", help=f"{names} or {ALL}")
+    group = parser.add_argument_group("the ablation")
+    group.add_argument("--task", metavar="NAME", help=f"of {', '.join(TASKS)}")
+    told = "what to change, of the names in docs/results/ablation (default: everything)"
+    group.add_argument("--variants", metavar="NAME,...", help=told)
     parser.add_argument("--scale", choices=recipes.SCALES, default="small", help="how much of it")
     told = "folder with the official folders of the data sets (default: see tekfac data)"
     parser.add_argument("--data-dir", metavar="DIR", help=told)
@@ -53,9 +63,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> None:
     """Run, then report."""
+    if options.experiment == ABLATION:
+        run_ablation(options)
+        return
+    run_arguments.refuse(options, ["task", "variants"], f"it is for {ABLATION}")
     require_reports()
     if options.experiment not in (*EXPERIMENTS, ALL):
-        hint = nearest(options.experiment, (*EXPERIMENTS, ALL))
+        hint = nearest(options.experiment, (*EXPERIMENTS, ABLATION, ALL))
         raise ValueError(f"Unknown experiment: {options.experiment!r}.{hint}")
     if options.experiment in OF_ONE_TASK:
         one = "{2} on {0} with {1}".format(*SENSITIVE)
@@ -87,6 +101,23 @@ def run(options: argparse.Namespace) -> None:
             notes=[SCALE_NOTES[wish.scale]],
         )
         present(outcome.folders, out / name, asked)
+
+
+def run_ablation(options: argparse.Namespace) -> None:
+    """Run the ablation of a task, and show its table."""
+    of_paper = ["data", "models", "optimizers", "tune", "device", "threads", "workers"]
+    run_arguments.refuse(options, of_paper, "an ablation has a task, and one thread for each run")
+    if options.task is None:
+        raise ValueError(f"An ablation needs --task NAME, one of {', '.join(TASKS)}.")
+    variants = tuple(VARIANTS) if options.variants is None else tuple(options.variants.split(","))
+    wish = Ablation(
+        task=options.task,
+        variants=tuple(dict.fromkeys(("default", *variants))),
+        seeds=run_arguments.seeds(options),
+        processes=options.jobs or 1,
+        folder=None if options.data_dir is None else Path(options.data_dir),
+    )
+    print(ablate(wish, options.out / ABLATION, options.command_line, remark))
 
 
 def _listed(text: str | None, name: str, known: tuple[str, ...]) -> tuple[str, ...]:

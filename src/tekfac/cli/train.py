@@ -8,12 +8,12 @@ from pathlib import Path
 from tekfac.cli import run_arguments
 from tekfac.cli.parsing import add_repeated, pair
 from tekfac.common.console import output, progress
-from tekfac.damping import DEFAULT_DAMPING
 from tekfac.lab import recipes
 from tekfac.lab.config import OF_OPTIMIZER, RunConfig
 from tekfac.lab.pool import told
 from tekfac.lab.run_folder import RunFolder, read_plain
 from tekfac.lab.training import Progress, train
+from tekfac.optim.settings import Settings
 
 DEFAULT_OUT = "run"
 
@@ -54,16 +54,16 @@ def _by_optimizer(setting: str) -> str:
 
 SHARED = {
     "lr": f"learning rate {_by_optimizer('lr')}",
-    "momentum": "in [0, 1) (default: 0.9, and 0 for sgd; adam and adamw have none)",
+    "momentum": "in [0, 1) (default: 0.9 for sgdm, 0 for sgd, their own for ours; adam and adamw have none)",
     "weight_decay": f"decoupled, but for sgd, sgdm, adam (default: {RunConfig.weight_decay:g})",
 }
 OPTIONS = {
-    "damping": f"added to the re-scaling (default: {DEFAULT_DAMPING:g}; the paper's rule with its recipe)",
+    "damping": "added to the re-scaling (default: a share of its mean; the paper's rule with its recipe)",
     "trace_floor": "vartheta of the paper's damping, which this asks for (default: another damping)",
-    "kl_clip": f"bound on lr^2 g.Pg {_by_optimizer('options.kl_clip')}",
-    "factors_every": f"steps between updates of the factors {_by_optimizer('options.factors_every')}",
-    "basis_every": f"steps between eigendecompositions {_by_optimizer('options.basis_every')}",
-    "rescaling_every": f"steps between updates of Theta {_by_optimizer('options.rescaling_every')}",
+    "kl_clip": "bound on lr^2 g.Pg (default: none)",
+    "factors_every": f"steps between updates of the factors (default: {Settings.factors_every})",
+    "basis_every": f"steps between eigendecompositions (default: {Settings.basis_every})",
+    "rescaling_every": f"steps between updates of a measured Theta (default: {Settings.rescaling_every})",
 }
 """Settings of all optimizers, and of natural-gradient methods, that have arguments of their own; their help."""
 

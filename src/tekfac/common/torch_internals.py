@@ -149,3 +149,8 @@ def add_to_each(tensors: Sequence[Tensor], others: Sequence[Tensor], factor: flo
 def copy_each(tensors: Sequence[Tensor], others: Sequence[Tensor]) -> None:
     """x <- y for every pair, in place."""
     torch._foreach_copy_(list(tensors), list(others))
+
+
+def norms_of(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+    """The Frobenius norm of every tensor, scalars on their device."""
+    return torch._foreach_norm(list(tensors))

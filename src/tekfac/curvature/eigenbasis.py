@@ -55,6 +55,42 @@ class Eigenbasis(NamedTuple):
         return symmetric.out_of(self.vectors_in, symmetric.out_of(self.vectors_out, matrix.mT).mT)
 
 
+class Turn(NamedTuple):
+    """From one eigenbasis to another: Q_old^T Q_new of both sides, None where a side has stayed.
+
+    Attributes:
+        inputs: [G, d_in, d_in], or in the cheaper form of a large side.
+        outputs: [G, d_out, d_out], likewise.
+    """
+
+    inputs: Tensor | None
+    outputs: Tensor | None
+
+    @classmethod
+    def of(cls, old: Eigenbasis, new: Eigenbasis) -> Turn:
+        """The turn between two bases of a block."""
+        stays_in, stays_out = old.vectors_in is new.vectors_in, old.vectors_out is new.vectors_out
+        return cls(
+            None if stays_in else symmetric.overlap(old.vectors_in, new.vectors_in),
+            None if stays_out else symmetric.overlap(old.vectors_out, new.vectors_out),
+        )
+
+    def vectors(self, coordinates: Tensor) -> Tensor:
+        """The same matrices in the new coordinates, [G, d_out, d_in]."""
+        if self.outputs is not None:
+            coordinates = symmetric.into(self.outputs, coordinates.mT).mT
+        return coordinates if self.inputs is None else symmetric.into(self.inputs, coordinates)
+
+    def diagonal(self, values: Tensor) -> Tensor:
+        """The diagonal, in the new basis, of what is diagonal in the old one, [G, d_out, d_in].
+
+        Trace and positivity are kept, and a mere permutation or change of signs of the eigenvectors is undone
+        exactly.
+        """
+        squares = Turn(*(None if side is None else side.square() for side in self))
+        return squares.vectors(values)
+
+
 WORTH_TRACKING = 128
 """Dimensions from which an iteration takes less than a decomposition."""
 

@@ -10,9 +10,9 @@ from torch import Tensor
 
 from tekfac.common.phases import Phase
 from tekfac.curvature.averages import Average
-from tekfac.curvature.eigenbasis import Eigenbasis, decompose, standard_basis
+from tekfac.curvature.eigenbasis import Eigenbasis, Turn, decompose, standard_basis
 from tekfac.curvature.factors import FactorRule, KroneckerFactors
-from tekfac.curvature.rescaling import RescalingRule, product_of_eigenvalues, rotated, second_moments
+from tekfac.curvature.rescaling import RescalingRule, product_of_eigenvalues, second_moments
 from tekfac.curvature.symmetric import DecompositionError
 from tekfac.layers.batch import KeptRows, RowSource
 
@@ -121,7 +121,7 @@ def refreshed(
                 failures += 1
                 new_basis = basis or standard_basis(factors)
         if theta is not None and basis is not None and new_basis is not basis:
-            theta = replace(theta, values=(rotated(theta.values[0], basis, new_basis),))
+            theta = replace(theta, values=(Turn.of(basis, new_basis).diagonal(theta.values[0]),))
         basis = new_basis
     if recipe.rescaling.measured and (due.rescaling or theta is None):
         with Phase("theta"):

@@ -14,7 +14,8 @@ from tekfac.curvature.blocks.block_diagonal import BlockDiagonal
 from tekfac.curvature.blocks.kronecker import KroneckerBlock
 from tekfac.curvature.eigenbasis import Eigenbasis
 from tekfac.curvature.layer_curvature import NOTHING, Due, LayerCurvature, Recipe, refreshed
-from tekfac.curvature.stacks import Stack, spectrum_of, stacked
+from tekfac.curvature.motion import LayerMotion, StepForm, turned
+from tekfac.curvature.stacks import Stack, StepInputs, spectrum_of, stacked
 from tekfac.curvature.together import alike, refreshed_together
 from tekfac.damping import DampingRule, Spectrum
 from tekfac.layers.batch import CapturedBatch
@@ -44,9 +45,17 @@ class NetworkCurvature:
         layers: the layers, by name.
     """
 
-    def __init__(self, layers: Mapping[str, Layer], recipe: Recipe) -> None:
+    def __init__(self, layers: Mapping[str, Layer], recipe: Recipe, form: StepForm) -> None:
+        """Know nothing of the layers' curvature yet.
+
+        Args:
+            layers: the layers, by name.
+            recipe: how their curvature is estimated.
+            form: how it makes directions of gradients.
+        """
         self.layers = layers
         self._recipe = recipe
+        self._form = form
         self._blocks: dict[str, LayerCurvature] = {}
         self._stacks: list[Stack] = []
         self._stacked: list[Layer] = []
@@ -99,31 +108,44 @@ class NetworkCurvature:
             if (block := self._blocks.get(name)) is not None
         )
 
-    def natural_gradients(
-        self, gradients: Mapping[Tensor, Tensor], rules: Mapping[str, DampingRule]
-    ) -> tuple[dict[Tensor, Tensor], list[Tensor]]:
-        """(F_hat + damping)^-1 applied to gradients, for the parameters of every layer that has both.
+    def directions(self, given: StepInputs) -> tuple[dict[Tensor, Tensor], list[Tensor]]:
+        """The preconditioned gradient, for the parameters of every layer that has a block and a gradient.
 
-        Args:
-            gradients: of the parameters that have one.
-            rules: the damping rule of each layer.
+        With the form of the natural gradient that is (F_hat + damping)^-1 applied to it.
 
         Returns:
             The directions, and a few tensors that are finite if and only if they are; good until the next call.
         """
         directions: dict[Tensor, Tensor] = {}
         wholes: list[Tensor] = []
-        stacks = self._present_stacks(rules)
+        stacks = self._present_stacks(given.rules)
         network = [spectrum for stack in stacks for spectrum in stack.spectra]
         for stack in stacks:
-            found, whole = stack.natural_gradients(gradients, rules, network)
+            found, whole = stack.directions(given, network)
             directions.update(found)
             wholes += whole
         return directions, wholes
 
+    @property
+    def motions(self) -> dict[str, LayerMotion]:
+        """What was gathered of the gradients of every layer seen so far, by name; views."""
+        return {name: motion for stack in self._stacks for name, motion in stack.motions().items()}
+
+    def load(self, blocks: dict[str, LayerCurvature], motions: Mapping[str, LayerMotion]) -> None:
+        """Go on with these blocks, and what was gathered in their bases."""
+        self._blocks, self._stacks = blocks, []
+        self._restack(motions)
+
+    def take_back(self, steps: int) -> None:
+        """Count less: so many of the last steps were not finite, and have left everything as it was."""
+        for stack in self._stacks:
+            stack.take_back(steps)
+
     def signals(self, rules: Mapping[str, DampingRule]) -> dict[str, LayerSignals]:
         """The state of every layer seen so far, under the given damping rules, in a few numbers each."""
         spectra = {name: spectrum_of(self.layers[name], block) for name, block in self._blocks.items()}
+        for stack in self._present_stacks(rules):
+            spectra.update(zip((layer.name for layer in stack.layers), stack.spectra, strict=True))
         network = list(spectra.values())
         found = {}
         for name, spectrum in spectra.items():
@@ -145,23 +167,20 @@ class NetworkCurvature:
         """
         one = torch.ones(1, 1)
         basis = Eigenbasis(one[None], one[None], one, one, one[0])
-        theta = one[None] if self._recipe.rescaling.measured else None
+        is_entrywise = self._recipe.rescaling.measured or self._form.moves_entries
+        theta = one[None] if is_entrywise else None
         spectra = {name: Spectrum(basis, layer.is_convolution, theta) for name, layer in self.layers.items()}
         for name, spectrum in spectra.items():
             rules[name].denominators(spectrum, list(spectra.values()))
 
     def _present_stacks(self, rules: Mapping[str, DampingRule]) -> list[Stack]:
         """The blocks, small ones put together; anew only where blocks, layers or rules are others now."""
-        layers = [layer for name, layer in self.layers.items() if name in self._blocks]
+        layers = self._layers_with_blocks()
         if len(layers) != len(self._stacked) or not all(map(is_, layers, self._stacked)):
-            together = stacked({layer.name: layer for layer in layers})
-            self._stacks = [
-                Stack([self.layers[name] for name in names], [self._blocks[name] for name in names])
-                for names in together
-            ]
-            self._stacked, self._is_stacked = layers, True
+            self._restack(self._kept_motions())
         elif not self._is_stacked:
-            self._stacks = [self._renewed(stack) for stack in self._stacks]
+            for place, stack in enumerate(self._stacks):
+                self._stacks[place] = self._renewed(stack)
             self._is_stacked = True
         if rules is not self._damped_by:
             for stack in self._stacks:
@@ -169,10 +188,38 @@ class NetworkCurvature:
             self._damped_by = rules
         return self._stacks
 
+    def _layers_with_blocks(self) -> list[Layer]:
+        return [layer for name, layer in self.layers.items() if name in self._blocks]
+
+    def _kept_motions(self) -> dict[str, LayerMotion]:
+        """What was gathered of the layers that are what they were, in their present bases."""
+        motions = {}
+        for stack in self._stacks:
+            gathered = stack.motions()
+            for layer, curvature in zip(stack.layers, stack.curvatures, strict=True):
+                name, block = layer.name, self._blocks.get(layer.name)
+                if name in gathered and block is not None and layer.is_same_as(self.layers[name]):
+                    motions[name] = turned(gathered[name], curvature.basis, block.basis, self._form)
+        return motions
+
+    def _restack(self, motions: Mapping[str, LayerMotion]) -> None:
+        """Put all layers together anew, with what was gathered in the present bases."""
+        layers = self._layers_with_blocks()
+        self._stacks = [
+            Stack(
+                [self.layers[name] for name in names],
+                [self._blocks[name] for name in names],
+                self._form,
+                motions,
+            )
+            for names in stacked({layer.name: layer for layer in layers})
+        ]
+        self._stacked, self._is_stacked = layers, True
+
     def _renewed(self, stack: Stack) -> Stack:
         """The stack of the same layers with their present blocks."""
         curvatures = [self._blocks[layer.name] for layer in stack.layers]
         if not stack.is_of(curvatures):
-            return Stack(stack.layers, curvatures, stack)
+            return Stack(stack.layers, curvatures, self._form, {}, stack)
         stack.forget_damping()  # which may depend on other layers
         return stack

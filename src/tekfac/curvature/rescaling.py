@@ -74,20 +74,6 @@ def sum_of_squares(batches: Sequence[RowSource], basis: Eigenbasis, memory_budge
     return total
 
 
-def rotated(theta: Tensor, old: Eigenbasis, new: Eigenbasis) -> Tensor:
-    """Theta of the old basis as seen in the new one, [G, d_out, d_in].
-
-    The diagonal, in the new basis, of the approximation held so far. Trace and positivity are kept, and
-    a mere permutation or change of signs of the eigenvectors is undone exactly.
-    """
-    if old.vectors_out is not new.vectors_out:
-        turn_out = symmetric.squared_overlap(old.vectors_out, new.vectors_out)
-        theta = symmetric.into(turn_out, theta.mT).mT
-    if old.vectors_in is not new.vectors_in:
-        theta = symmetric.into(symmetric.squared_overlap(old.vectors_in, new.vectors_in), theta)
-    return theta
-
-
 def _squared_projections(rows: Rows, basis: Eigenbasis) -> Tensor:
     """Sum over columns and samples of (Q_out^T G_n Q_in)^2, by the cheapest contraction."""
     if rows.formed:

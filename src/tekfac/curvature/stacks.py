@@ -8,7 +8,9 @@ and directions. A large layer is alone in its stack, and nothing of it is kept t
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from operator import is_
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,7 +18,7 @@ from torch import Tensor
 from tekfac.common.torch_internals import copy_each
 from tekfac.curvature.eigenbasis import Eigenbasis
 from tekfac.curvature.layer_curvature import LayerCurvature
-from tekfac.curvature.precondition import precondition
+from tekfac.curvature.motion import NO_MOTION, LayerMotion, Motion, StepForm
 from tekfac.damping import DampingRule, Spectrum
 from tekfac.layers.layer import Layer
 
@@ -50,39 +52,86 @@ def stacked(layers: Mapping[str, Layer]) -> list[tuple[str, ...]]:
     return [tuple(names) for names in together.values()]
 
 
+class StepInputs(NamedTuple):
+    """What the directions of a step are made of, besides the blocks.
+
+    Attributes:
+        gradients: of the parameters that have one.
+        rules: the damping rule of each layer.
+        momenta: the weight of the past in each layer's mean gradient, where gradients are averaged.
+        finite: whether all gradients are, a boolean on the device; None: they are.
+    """
+
+    gradients: Mapping[Tensor, Tensor]
+    rules: Mapping[str, DampingRule]
+    momenta: Mapping[str, float]
+    finite: Tensor | None = None
+
+
 class Stack:
     """Blocks of equal size, as one with all their groups.
 
     Attributes:
         layers: whose blocks they are.
         curvatures: of the layers.
-        spectra: of the layers, for their damping rules.
         basis: all their eigenvectors; of a single layer, its own tensors.
     """
 
     def __init__(
-        self, layers: Sequence[Layer], curvatures: Sequence[LayerCurvature], before: Stack | None = None
+        self,
+        layers: Sequence[Layer],
+        curvatures: Sequence[LayerCurvature],
+        form: StepForm,
+        motions: Mapping[str, LayerMotion],
+        before: Stack | None = None,
     ) -> None:
         """Put blocks together.
 
         Args:
             layers: whose blocks they are.
             curvatures: of the layers.
-            before: a stack of the same layers, whose room is taken over.
+            form: of the step.
+            motions: what was gathered so far of the layers' gradients, in these very bases, by name.
+            before: a stack of the same layers, whose room is taken over, and what was gathered in its bases.
         """
         self.layers = tuple(layers)
         self.curvatures = tuple(curvatures)
-        self.spectra = tuple(map(spectrum_of, layers, curvatures))
+        self._form = form
         bases = [curvature.basis for curvature in curvatures]
         self.basis = bases[0] if len(bases) == 1 else Eigenbasis(*map(torch.cat, zip(*bases, strict=True)))
-        is_product = self.spectra[0].theta is None  # whose diagonal is nowhere else
-        self._keeps_denominators = numbers_of(layers[0]) <= (ROOMY if is_product else SMALL)
         self._room: Room | None
+        self._motion: Motion | None
         if before is not None:
-            self._room = before._room
+            self._room, self._motion = before._room, before._motion
+            if self._motion is not None:
+                self._motion.turn([curvature.basis for curvature in before.curvatures], bases)
         else:
             self._room = Room.of(self.layers) if numbers_of(layers[0]) <= ROOMY else None
+            self._motion = self._new_motion(motions) if form.gathers else None
+        self._spectra = tuple(map(spectrum_of, layers, curvatures))
+        is_product = self._spectra[0].is_product  # whose diagonal is nowhere else
+        moving = None if self._motion is None else self._motion.second
+        if moving is not None and form.entrywise:  # which will be read as it is then
+            pairs = zip(self._spectra, moving, strict=True)
+            self._spectra = tuple(replace(spectrum, theta=second) for spectrum, second in pairs)
+        self._keeps_denominators = form.moving_decay is None and (
+            numbers_of(layers[0]) <= (ROOMY if is_product else SMALL)
+        )
         self._denominators: Tensor | None = None
+
+    def _new_motion(self, motions: Mapping[str, LayerMotion]) -> Motion:
+        shape, groups = self.layers[0].shape, [layer.shape.groups for layer in self.layers]
+        like = self.basis.scale.new_empty(1).expand(sum(groups), shape.d_out, shape.d_in)
+        parts = [motions.get(layer.name, NO_MOTION) for layer in self.layers]
+        return Motion(self._form, groups, like, parts)
+
+    @property
+    def spectra(self) -> tuple[Spectrum, ...]:
+        """Of the layers, for their damping rules: as they are now, where second moments move."""
+        moving = None if self._motion is None else self._motion.second
+        if moving is None or self._form.entrywise:
+            return self._spectra
+        return tuple(map(_with_mean, self._spectra, moving))
 
     def is_of(self, curvatures: Sequence[LayerCurvature]) -> bool:
         """Whether these are the curvatures, themselves."""
@@ -92,41 +141,60 @@ class Stack:
         """Compute the denominators anew when they are needed next."""
         self._denominators = None
 
-    def natural_gradients(
-        self, gradients: Mapping[Tensor, Tensor], rules: Mapping[str, DampingRule], network: Network
-    ) -> tuple[dict[Tensor, Tensor], list[Tensor]]:
-        """(F_hat + damping)^-1 applied to gradients, for the parameters of the layers whose weight has one.
+    def motions(self) -> dict[str, LayerMotion]:
+        """What was gathered of the layers' gradients so far, by name: views."""
+        if self._motion is None:
+            return {}
+        return dict(zip((layer.name for layer in self.layers), self._motion.parts(), strict=True))
+
+    def take_back(self, steps: int) -> None:
+        """Count less: so many of the last steps were not finite."""
+        if self._motion is not None:
+            self._motion.take_back(steps)
+
+    def directions(self, given: StepInputs, network: Network) -> tuple[dict[Tensor, Tensor], list[Tensor]]:
+        """Q [G~ / (S + lambda)^power] for the parameters of the layers whose weight has a gradient.
 
         Returns:
             The directions, and tensors that are finite if and only if all of them are. Directions may lie in
             room that the next call uses again.
         """
-        present = [layer for layer in self.layers if layer.weight in gradients]
-        if not present:
+        gradients = given.gradients
+        present = [layer.weight in gradients for layer in self.layers]
+        if not any(present):
             return {}, []
-        denominators = self._damped(rules, network)
         if self._room is not None:
-            if len(present) < len(self.layers):
-                gradients = {p: gradients[p] for la in present for p in la.parameters if p in gradients}
+            if not all(present):
+                here = (layer for layer, is_here in zip(self.layers, present, strict=True) if is_here)
+                gradients = {p: gradients[p] for layer in here for p in layer.parameters if p in gradients}
             views = self._room.gather(gradients)
             whole = self._room.whole
-            whole.copy_(precondition(whole, self.basis, denominators))
+            whole.copy_(self._direction(whole, given, present, network))
             return views, [whole]
         (layer,) = self.layers
         bias = None if layer.bias is None else gradients.get(layer.bias)
-        whole = precondition(layer.to_matrix(gradients[layer.weight], bias), self.basis, denominators)
+        matrix = layer.to_matrix(gradients[layer.weight], bias)
+        whole = self._direction(matrix, given, present, network)
         parts = dict(zip(layer.parameters, layer.from_matrix(whole), strict=True))
         found: dict[Tensor, Tensor] = {p: part for p, part in parts.items() if p in gradients}
         is_cast = any(part.dtype != whole.dtype for part in found.values())  # and may have left the range
         return found, list(found.values()) if is_cast else [whole]
 
+    def _direction(self, matrix: Tensor, given: StepInputs, present: list[bool], network: Network) -> Tensor:
+        """Of gradient matrices [G, d_out, d_in]."""
+        projected = self.basis.project(matrix)
+        if self._motion is not None:
+            momenta = [given.momenta[layer.name] for layer in self.layers]
+            projected = self._motion.advance(projected, momenta, present, given.finite)
+        return self.basis.unproject(projected / self._damped(given.rules, network))
+
     def _damped(self, rules: Mapping[str, DampingRule], network: Network) -> Tensor:
-        """S + lambda, [G, d_out, d_in]: kept where it is small, computed for the moment where it is not."""
+        """(S + lambda)^power, [G, d_out, d_in]: kept where it is small and stays, else for the moment."""
         if self._denominators is not None:
             return self._denominators
         members = zip(self.layers, self.spectra, strict=True)
         found = [rules[layer.name].denominators(spectrum, network) for layer, spectrum in members]
-        whole = found[0] if len(found) == 1 else torch.cat(found)
+        whole = _to_power(found[0] if len(found) == 1 else torch.cat(found), self._form.power)
         if self._keeps_denominators:
             self._denominators = whole
         return whole
@@ -170,6 +238,20 @@ class Room:
         views = {parameter: view for parameter, view in self.views.items() if parameter in gradients}
         copy_each(list(views.values()), found)
         return views
+
+
+def _with_mean(spectrum: Spectrum, mean: Tensor) -> Spectrum:
+    """The product of eigenvalues with the scale sigma at which its mean is the given one, [G, 1, 1]."""
+    basis = spectrum.basis
+    means = basis.values_in.mean(1) * basis.values_out.mean(1)
+    scale = mean[:, 0, 0] / means.clamp_min(torch.finfo(means.dtype).tiny)
+    return replace(spectrum, basis=basis._replace(scale=scale))
+
+
+def _to_power(denominators: Tensor, power: float) -> Tensor:
+    if power == 1:
+        return denominators
+    return denominators.sqrt() if power == 0.5 else denominators.pow(power)
 
 
 def spectrum_of(layer: Layer, curvature: LayerCurvature) -> Spectrum:

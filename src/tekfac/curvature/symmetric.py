@@ -251,12 +251,12 @@ def _by_blocks(x: Tensor, vectors: Tensor, *, turned: bool = False) -> Tensor:
     return found
 
 
-def squared_overlap(old: Tensor, new: Tensor) -> Tensor:
-    """The squares of Q_old^T Q_new, in their form."""
+def overlap(old: Tensor, new: Tensor) -> Tensor:
+    """Q_old^T Q_new, in their form."""
     _, dim, size = old.shape
     if size == dim:
-        return (old.mT @ new).square()
-    return _to_rows((_to_blocks(old).mT @ _to_blocks(new)).square(), dim)
+        return old.mT @ new
+    return _to_rows(_to_blocks(old).mT @ _to_blocks(new), dim)
 
 
 # -- between the forms ---------------------------------------------------------------------------------

@@ -41,7 +41,7 @@ class Approximation:
             raise ValueError(
                 f"Two sharings at once: {named_sharing!r} in {name!r}, and {sharing!r}. Expected one."
             )
-        sharing = sharing or named_sharing or methods.default_settings(method)["sharing"]
+        sharing = sharing or named_sharing or methods.own_sharing(method)
         require_choice("sharing", sharing, list(method.factors.sharings), f" for {method.name}")
         return cls(method, sharing)
 
@@ -53,7 +53,7 @@ class Approximation:
     @property
     def usual(self) -> bool:
         """Whether the sharing is the method's own."""
-        return bool(self.sharing == methods.default_settings(self.method)["sharing"])
+        return self.sharing == methods.own_sharing(self.method)
 
     @property
     def factor_choice(self) -> tuple[str, str]:

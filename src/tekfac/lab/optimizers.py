@@ -26,8 +26,8 @@ FACTORIES: dict[str, type[Any]] = {
 COMPARED = ("sgdm", "adam", *NATURAL)
 """What is compared unless the user says otherwise: the paper's baselines and the four methods."""
 
-DEFAULT_MOMENTUM = {"sgd": 0.0, "sgdm": 0.9, **dict.fromkeys(NATURAL, 0.9)}
-"""Of those that have a momentum; the others have betas, among their options."""
+DEFAULT_MOMENTUM = {"sgd": 0.0, "sgdm": 0.9, **dict.fromkeys(NATURAL, None)}
+"""Of those that have a momentum, None for their own; the others have betas, among their options."""
 
 NAMES = {name: kind.__name__ for name, kind in FACTORIES.items()} | {"sgdm": "SGDM"}
 """As papers write them, in the order of a report: first-order methods, then the table of methods."""
@@ -59,7 +59,8 @@ def build(config: RunConfig, model: nn.Module) -> Optimizer:
     require_optimizer(name)
     keywords: dict[str, Any] = {"lr": config.lr, "weight_decay": config.weight_decay, **config.options}
     if name in DEFAULT_MOMENTUM:
-        keywords["momentum"] = DEFAULT_MOMENTUM[name] if momentum is None else momentum
+        own = DEFAULT_MOMENTUM[name] if momentum is None else momentum
+        keywords |= {} if own is None else {"momentum": own}
     elif momentum is not None:
         raise ValueError(f"{name} has no momentum; got {momentum}. Set betas among its options instead.")
     if name in NATURAL:

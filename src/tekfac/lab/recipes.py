@@ -7,7 +7,7 @@ with its settings. Settings that the paper names are in paper.py; those it does 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -97,37 +97,48 @@ def held_back(data: str) -> int | float:
 # -- optimizers ----------------------------------------------------------------------------------------------
 
 
-def every(optimizer: str, steps: int) -> Point:
-    """Curvature refreshed every so many steps, all of it; nothing for optimizers that have none."""
+def naturally(optimizer: str, steps: int) -> Point:
+    """The natural gradient proper, refreshed every so many steps; nothing for optimizers that are none."""
     if optimizer not in NATURAL:
         return {}
-    names = ["factors_every", "basis_every"]
-    if "rescaling_every" not in methods.refused_settings(methods.named(optimizer)):
-        names.append("rescaling_every")
-    return {f"options.{name}": steps for name in names}
+    settings = methods.natural_settings(methods.named(optimizer))
+    settings.update({name: steps for name in settings if name.endswith("_every")})
+    return _as_point(settings)
 
 
-DIGITS_RATES = {"sgdm": 0.03, "adam": 0.003, "kfac": 0.003, "ekfac": 0.001, "tkfac": 0.001, "tekfac": 0.001}
+def clipped(optimizer: str, lr: float) -> Point:
+    """A natural gradient with a larger rate, and a KL clip that makes up for it."""
+    return {
+        "optimizer": optimizer,
+        **naturally(optimizer, 20),
+        "lr": lr,
+        "options.kl_clip": KL_CLIP,
+    }
+
+
+def _as_point(settings: Mapping[str, Any]) -> Point:
+    """Settings of a method as a config has them; those that are None by default stay so."""
+    outer = ("lr", "momentum", "weight_decay")
+    return {
+        key if key in outer else f"options.{key}": value for key, value in settings.items() if value is not None
+    }
+
+
+DIGITS_RATES = {"sgdm": 0.03, "adam": 0.003, "kfac": 0.003, "ekfac": 0.003, "tkfac": 0.003, "tekfac": 0.003}
 
 
 def on_digits(optimizer: str) -> Point:
     """For the embedded default: the learning rate that did best of five on held-back images (ours)."""
-    lr = DIGITS_RATES.get(optimizer, start(optimizer)["lr"])
-    return {"optimizer": optimizer, "lr": lr, **_clipped(optimizer), **every(optimizer, 10)}
+    return {"optimizer": optimizer, "lr": DIGITS_RATES.get(optimizer, start(optimizer)["lr"])}
 
 
-START = {"sgd": 0.1, "sgdm": 0.03, "adam": 1e-3, "adamw": 1e-3}
+START = {"sgd": 0.1, "sgdm": 0.03}
 
 
 def start(optimizer: str) -> Point:
     """Where to start with an optimizer of which nothing is known (ours; sweep it before you judge it)."""
     require_optimizer(optimizer)
-    return {
-        "optimizer": optimizer,
-        "lr": START.get(optimizer, 0.03),
-        **_clipped(optimizer),
-        **every(optimizer, 20),
-    }
+    return {"optimizer": optimizer, "lr": START.get(optimizer, 1e-3)}
 
 
 def in_the_paper(optimizer: str) -> Point:
@@ -135,14 +146,7 @@ def in_the_paper(optimizer: str) -> Point:
     require_optimizer(optimizer)
     if optimizer not in NATURAL:
         return {"optimizer": optimizer, "lr": {"adam": 1e-3, "adamw": 1e-3}.get(optimizer, 0.1)}
-    settings = dict(methods.paper_settings(methods.named(optimizer)))
-    outer = {key: settings.pop(key) for key in ("lr", "momentum", "weight_decay")}
-    told = {f"options.{key}": value for key, value in settings.items() if value is not None}
-    return {"optimizer": optimizer, **outer, **told}
-
-
-def _clipped(optimizer: str) -> dict[str, Any]:
-    return {"options.kl_clip": KL_CLIP} if optimizer in NATURAL else {}
+    return {"optimizer": optimizer, **_as_point(methods.paper_settings(methods.named(optimizer)))}
 
 
 # -- grids ---------------------------------------------------------------------------------------------------
@@ -169,9 +173,8 @@ def small_grid(optimizer: str) -> list[Point]:
     if optimizer not in NATURAL:
         rates = SMALL_RATES["adam" if optimizer.startswith("adam") else "sgdm"]
         return [{"optimizer": optimizer, "lr": lr} for lr in rates]
-    common = {"optimizer": optimizer, **every(optimizer, 20)}
-    literal = {**common, "lr": 1e-3}
-    return [literal, *({**common, "lr": lr, "options.kl_clip": KL_CLIP} for lr in CLIPPED_RATES)]
+    literal = {"optimizer": optimizer, **naturally(optimizer, 20)}
+    return [literal, *(clipped(optimizer, lr) for lr in CLIPPED_RATES)]
 
 
 def config(base: RunConfig, point: Point, **changes: Any) -> RunConfig:

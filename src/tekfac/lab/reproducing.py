@@ -127,11 +127,9 @@ SMALL_RATE = 0.1
 
 
 def _sensitive(scale: Scale, lr: float | None = None, trace_floor: float = 1e-2) -> Point:
-    """The paper's settings, or in small a good start with a larger rate, but for what is varied."""
+    """The paper's settings, or in small a larger rate with a clip, but for what is varied."""
     optimizer = SENSITIVE[2]
-    point = recipes.in_the_paper(optimizer)
-    if scale == "small":
-        point = {**recipes.start(optimizer), "lr": SMALL_RATE}
+    point = recipes.in_the_paper(optimizer) if scale == "paper" else recipes.clipped(optimizer, SMALL_RATE)
     return {**point, "lr": point["lr"] if lr is None else lr, "options.trace_floor": trace_floor}
 
 

@@ -33,7 +33,7 @@ def inventory(optimizer: str, found: Inventory, names: Mapping[Tensor, str], tol
             _once(
                 told,
                 logging.WARNING,
-                f"{optimizer} trains {name!r} by momentum SGD on its raw gradient: {reason}.",
+                f"{optimizer} trains {name!r} by first order: {reason}.",
             )
     in_layers = {p for layer in found.layers.values() for p in layer.parameters}
     others = [name for p, name in names.items() if p not in in_layers]
@@ -41,7 +41,7 @@ def inventory(optimizer: str, found: Inventory, names: Mapping[Tensor, str], tol
     trained_layers = sum(layer.weight.requires_grad for layer in found.layers.values())
     share = sum(p.numel() for p in trained if p in in_layers) / max(1, sum(p.numel() for p in trained))
     requested = bool(others) and all(found.reasons.get(name) == ON_REQUEST for name in others)
-    rest = f"By momentum SGD on the raw gradient: {', '.join(others)}." if others else "Nothing is left out."
+    rest = f"By first order: {', '.join(others)}." if others else "Nothing is left out."
     _once(
         told,
         logging.INFO if share >= USUAL_SHARE or requested else logging.WARNING,
@@ -84,8 +84,7 @@ def late_parameters(optimizer: str, count: int) -> None:
     """Parameters in a group that are not the model's."""
     if count:
         logger.warning(
-            "%d parameter(s) that %s was given are not the model's. They are trained by momentum SGD on their "
-            "raw gradient.",
+            "%d parameter(s) that %s was given are not the model's. They are trained by first order.",
             count,
             optimizer,
         )
@@ -96,7 +95,7 @@ def unseen_layers(optimizer: str, layers: Sequence[str], why: str) -> None:
     listed = ", ".join(f"layer {name!r}" for name in layers[:3])
     more = f" and {len(layers) - 3} more" if len(layers) > 3 else ""
     logger.warning(
-        "%s has no statistics of %s%s and trains by momentum SGD on the raw gradient there, until it has: %s",
+        "%s has no statistics of %s%s and trains by first order there, until it has: %s",
         optimizer,
         listed,
         more,

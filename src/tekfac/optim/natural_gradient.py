@@ -20,19 +20,34 @@ from tekfac.common.phases import Phase
 from tekfac.common.precision import without_autocast
 from tekfac.curvature.blocks.block_diagonal import BlockDiagonal
 from tekfac.curvature.blocks.kronecker import KroneckerBlock
-from tekfac.curvature.layer_curvature import Due, LayerCurvature, NonFiniteStatisticsError, Recipe
+from tekfac.curvature.layer_curvature import Due, NonFiniteStatisticsError, Recipe
+from tekfac.curvature.motion import StepForm
 from tekfac.curvature.network import LayerSignals, NetworkCurvature
+from tekfac.curvature.rescaling import PRODUCT
+from tekfac.curvature.stacks import StepInputs
 from tekfac.damping import BetaReading, DampingRule, as_rule
 from tekfac.layers.layer import Layer
 from tekfac.layers.side_forms import QUICK_MAX_DIM, LargeDims
 from tekfac.likelihoods import Likelihood, SampledLoss
-from tekfac.methods import Method, paper_settings
+from tekfac.methods import Method, natural_settings, paper_settings
 from tekfac.optim import messages
+from tekfac.optim.first_order import adam_directions
 from tekfac.optim.model_layers import ModelLayers
 from tekfac.optim.param_groups import Selected, named, selected_parameters
 from tekfac.optim.schedule import WORTH_TURNS, Intervals, Schedule, cost_of_refresh
-from tekfac.optim.settings import AUTO, DEFAULT_BASIS_TOLERANCE, NAMES, Averaging, check_group, resolve
-from tekfac.optim.skipping import Skipping, all_finite, in_words
+from tekfac.optim.settings import (
+    AUTO,
+    DEFAULT_BASIS_TOLERANCE,
+    NAMES,
+    Averaging,
+    DecayPer,
+    FirstOrderStep,
+    MomentumAt,
+    Rescaling,
+    check_group,
+    resolve,
+)
+from tekfac.optim.skipping import Skipping, all_finite, in_words, squares_are_finite
 from tekfac.optim.state import SavedState, to_torch
 from tekfac.optim.update import apply_update, kl_coefficient
 
@@ -53,27 +68,32 @@ class NaturalGradient(Optimizer):
         self,
         model: nn.Module,
         lr: float = 1e-3,
-        momentum: float = 0.9,
+        momentum: float = 0.95,
         weight_decay: float = 0.0,
         *,
         # the step
+        power: float = 0.5,
+        rescaling: Rescaling = "moving",
+        momentum_at: MomentumAt = "before",
+        nesterov: bool = True,
         kl_clip: float | None = None,
         damping: float | DampingRule | Literal["auto"] | None = "auto",
         trace_floor: float | None = None,
         beta: BetaReading | None = None,
         # curvature
-        factors_every: int = 50,
-        basis_every: int = 50,
+        factors_every: int = 10,
+        basis_every: int = 10,
         rescaling_every: int | None = None,
         factor_decay: float = 0.95,
         rescaling_decay: float | None = None,
+        decay_per: DecayPer = "step",
         sharing: Literal["auto", "exact", "expand", "reduce"] = "auto",
         averaging: Averaging | None = None,
         turns: bool | Literal["auto"] = "auto",
         basis_tolerance: float = DEFAULT_BASIS_TOLERANCE,
         track_basis: bool = False,
         # its measurement
-        fisher: FisherKind = "sampled",
+        fisher: FisherKind | Literal["auto"] = "auto",
         statistics_samples: StatisticsSamples = "auto",
         likelihood: str | Likelihood | SampledLoss = "categorical",
         loss_reduction: LossReduction = "mean",
@@ -89,6 +109,7 @@ class NaturalGradient(Optimizer):
         # which parameters
         first_order: Selected | Iterable[Selected] = (),
         first_order_lr: float | None = None,
+        first_order_step: FirstOrderStep = "adamw",
         param_groups: Iterable[Mapping[str, Any]] = (),
         **unknown: Never,
     ) -> None:
@@ -96,22 +117,33 @@ class NaturalGradient(Optimizer):
 
         Args:
             model: the network; tekfac.explain(model) tells which of its layers are preconditioned, and how.
-            lr: step length along the preconditioned gradient; not comparable with SGD's.
-            momentum: of the preconditioned gradient, in [0, 1).
+            lr: step length; by default that of AdamW will do.
+            momentum: weight of the past, in [0, 1), in the mean gradient, or in the velocity.
             weight_decay: decoupled: w <- (1 - lr * weight_decay) * w.
+            power: of what the gradient is divided by in the eigenbasis: 1 for the natural gradient, 0.5 for its
+                root, with which the scale of the loss does not matter.
+            rescaling: whether second moments in the eigenbasis are "moving", taken from the gradient of every
+                step, or "measured" on samples when curvature is.
+            momentum_at: whether gradients are averaged "before" they are preconditioned, or the preconditioned
+                ones are summed up in a velocity, "after".
+            nesterov: whether gradients that are averaged before count twice, a step ahead.
             kl_clip: bound on lr^2 g.Pg, to which the preconditioned gradient is shortened; None: no bound.
             damping: a number: S + damping * I; a rule of tekfac.damping; None: the paper's rule for this
-                method; "auto": 0.01, added to S (EKFAC, TEKFAC), or its root to each factor (KFAC, TKFAC).
+                method; "auto": Relative(), a share of the mean of S, where that is moving; where it is
+                measured, 0.01 added to S (EKFAC, TEKFAC), or its root to each factor (KFAC, TKFAC).
             trace_floor: vartheta: the least trace that the paper's damping is computed from; None: 0.01. A
                 number asks for that damping. KFAC and EKFAC have none.
             beta: how the paper's damping treats linear layers beside convolutions: "add", "scale", "scale_all"
                 or "convolution"; None: "add". A name asks for that damping. KFAC and EKFAC have none.
             factors_every: steps between updates of the factors.
             basis_every: steps between eigendecompositions.
-            rescaling_every: steps between updates of Theta; None: 50. KFAC and TKFAC have none.
+            rescaling_every: steps between updates of Theta, where it is measured; None: 10. KFAC and TKFAC have
+                none.
             factor_decay: weight of the past in the factors' running averages, in [0, 1).
-            rescaling_decay: weight of the past in the running average of Theta, in [0, 1); None: 0.95. KFAC and
-                TKFAC have none.
+            rescaling_decay: weight of the past in the running average of second moments, in [0, 1); None: 0.95.
+                KFAC and TKFAC have none unless it is moving.
+            decay_per: whether decays are per "step", so that intervals do not change how long the past counts,
+                or per "update".
             sharing: of weights over positions: "exact" (TKFAC and TEKFAC only), "expand" or "reduce"; "auto":
                 "exact" where there is one, else "expand".
             averaging: of raw "moments", or of the normalised "factors"; None: "moments". KFAC and EKFAC have
@@ -123,7 +155,8 @@ class NaturalGradient(Optimizer):
                 before the eigenbasis is renewed; 0: it is at every refresh.
             track_basis: whether to renew an eigenbasis that is nearly right by one orthogonal iteration, which
                 takes less time than a decomposition.
-            fisher: "sampled" labels (from the model's own prediction), "empirical" or "exact".
+            fisher: "sampled" labels (from the model's own prediction), "empirical" or "exact"; "auto": sampled
+                with a Gaussian likelihood, else empirical, which costs no backward pass.
             statistics_samples: of each batch, drawn at random, that curvature is measured on; None: all;
                 "auto": all where a layer uses its weights once per sample; else all in a few sums with random
                 signs, where sharing is exact, or as many as the running averages still need.
@@ -140,8 +173,9 @@ class NaturalGradient(Optimizer):
             memory_budget: bytes of working memory for the rows of one layer.
             seed: of the generator that draws labels; None: torch.initial_seed().
             grad_scaler: the loss scaler; only fisher="empirical" needs to know it.
-            first_order: names, modules, their types or parameters to leave to momentum SGD on the raw gradient.
+            first_order: names, modules, their types or parameters that are not to be preconditioned.
             first_order_lr: learning rate of what is not preconditioned; None: lr.
+            first_order_step: what moves it: "adamw", or "sgd" with momentum.
             param_groups: groups with lr, momentum, weight_decay, damping or first_order of their own.
             **unknown: there are no others; a misspelt one gets an error with the name that was probably meant.
 
@@ -162,17 +196,25 @@ class NaturalGradient(Optimizer):
         self._own_damping = self.method.own_damping(settings.trace_floor, settings.beta)
         recipe = Recipe(
             factors=self.method.factors,
-            rescaling=self.method.rescaling,
+            rescaling=PRODUCT if settings.is_moving else self.method.rescaling,
             sharing=settings.sharing,
-            factor_decay=settings.factor_decay,
-            rescaling_decay=settings.rescaling_decay,
+            factor_decay=settings.factor_decay_per_update,
+            rescaling_decay=settings.rescaling_decay_per_update,
             averaging=settings.averaging,
             memory_budget=settings.memory_budget,
             basis_tolerance=settings.basis_tolerance,
             track_basis=settings.track_basis,
         )
         self._model_layers = ModelLayers(name, model, settings)
-        self._network = NetworkCurvature(self._layers, recipe)
+        self._recipe = recipe
+        self._form = StepForm(
+            power=settings.power,
+            moving_decay=settings.rescaling_decay_per_update if settings.is_moving else None,
+            entrywise=self.method.rescaling.measured,
+            momentum_before=settings.momentum_at == "before",
+            nesterov=settings.nesterov,
+        )
+        self._network = NetworkCurvature(self._layers, recipe, self._form)
         self._by_turns = None if settings.turns == AUTO else bool(settings.turns)
         self._schedule = self._new_schedule()
         self._capture = Capture(
@@ -203,8 +245,13 @@ class NaturalGradient(Optimizer):
         self._is_made = True
         self._first_order_ratio = first_order_lr / lr
         self._require_whole_layers()
-        self._network.check_rules(self._damping_rules())
+        self._damping_rules()
         self._arm()
+
+    @classmethod
+    def natural(cls, model: nn.Module, **overrides: Any) -> Self:
+        """The natural gradient proper, (F_hat + damping)^-1 g; keywords override single settings."""
+        return cls(model, **{**natural_settings(cls.method), **overrides})
 
     @classmethod
     def paper(cls, model: nn.Module, **overrides: Any) -> Self:
@@ -254,7 +301,7 @@ class NaturalGradient(Optimizer):
         self._schedule = self._new_schedule()
         self._network.blocks = {n: block for n, block in self._network.blocks.items() if n in kept}
         self._require_whole_layers()
-        self._network.check_rules(self._damping_rules())
+        self._damping_rules()
         waiting = [n for n, layer in self._layers.items() if layer.weight.requires_grad]
         self._attempts = {name: 0 for name in waiting if name not in self._network.blocks}
         self._capture.watch(self._model_layers.watched.values())
@@ -272,15 +319,20 @@ class NaturalGradient(Optimizer):
                 )
 
     def _damping_rules(self) -> Mapping[str, DampingRule]:
-        """Of every layer; the same object as long as groups and layers are the same."""
+        """Of every layer, known to be of use here; the same object while groups and layers are the same.
+
+        Raises:
+            ValueError: for a rule that cannot be used, in its own words.
+        """
         given = [(group["damping"], list(map(id, group["params"]))) for group in self.param_groups]
         if given != self._rules_of or self._rules.keys() != self._layers.keys():
             groups = self._group_of()
-            self._rules = {
+            rules = {
                 name: as_rule(groups[layer.weight]["damping"], self._own_damping)
                 for name, layer in self._layers.items()
             }
-            self._rules_of = given
+            self._network.check_rules(rules)
+            self._rules, self._rules_of = rules, given
         return self._rules
 
     def _group_of(self) -> dict[Tensor, dict[str, Any]]:
@@ -320,9 +372,17 @@ class NaturalGradient(Optimizer):
             return f"the loss is {float(loss)}"
         if self._capture.problems:
             return "; ".join(self._capture.problems)
-        # Factors, eigenbasis, re-scaling: new values, which replace the old ones only if all are finite.
+        rules = self._damping_rules()
         batches, before = self._capture.batches(), self._network.blocks
         measures = bool(batches or self._due())
+        waits = measures or not self._skipping.deferred
+        raw = self._gradients()
+        finite = None
+        if self._gathers:  # which cannot be undone
+            finite = squares_are_finite(list(raw.values()))
+            if waits and finite is not None and not bool(finite):
+                return in_words(raw, self._names)
+        # Factors, eigenbasis, re-scaling: new values, which replace the old ones only if all are finite.
         if measures:
             self._settle()
             due = self._due()
@@ -336,19 +396,19 @@ class NaturalGradient(Optimizer):
         # Precondition.
         try:
             with Phase("precondition"):
-                directions, wholes = self._directions()
-                finite = all_finite(wholes)
+                natural, wholes = self._natural(raw, rules, None if waits else finite)
+                if not self._gathers:
+                    finite = all_finite([*wholes, *(own for p, own in raw.items() if p not in natural)])
         except Exception:
             self._network.blocks = before
             raise
-        waits = measures or not self._skipping.deferred
-        if waits and finite is not None and not bool(finite):
+        if waits and finite is not None and not self._gathers and not bool(finite):
             self._network.blocks = before
-            return in_words(directions, self._names)
+            return in_words({**raw, **natural}, self._names)
         # Update.
         self._capture.clear()
         with Phase("update"):
-            self._update(directions, None if waits else finite)
+            self._update(raw, natural, None if waits else finite)
         self._note_unseen()
         self._num_steps += 1
         self._skipped_in_a_row = 0
@@ -383,7 +443,7 @@ class NaturalGradient(Optimizer):
 
     def _measurements(self) -> dict[str, float]:
         """As many as the running averages of each layer hold, as far as noise is concerned."""
-        of_factors, of_theta = self._settings.factor_decay, self._settings.rescaling_decay
+        of_factors, of_theta = self._recipe.factor_decay, self._recipe.rescaling_decay
         return {
             name: min(
                 block.moments.measurements(of_factors),
@@ -398,7 +458,7 @@ class NaturalGradient(Optimizer):
 
     def _new_schedule(self) -> Schedule:
         settings = self._settings
-        rescaling = settings.rescaling_every if self.method.rescaling.measured else None
+        rescaling = settings.rescaling_every if self._recipe.rescaling.measured else None
         intervals = Intervals(settings.factors_every, settings.basis_every, rescaling)
         return Schedule(intervals, self._layers, by_turns=self._by_turns or False)
 
@@ -409,55 +469,81 @@ class NaturalGradient(Optimizer):
         self._by_turns = is_free and sum(map(cost_of_refresh, self._layers.values())) > WORTH_TURNS
         self._schedule = self._new_schedule()
 
-    def _directions(self) -> tuple[dict[Tensor, Tensor], list[Tensor]]:
-        """What each parameter with a gradient moves along: the natural gradient, clipped, or the raw one.
+    @property
+    def _gathers(self) -> bool:
+        """Whether a step changes averages of gradients, which must be known to be finite before."""
+        return self._form.gathers or self._settings.first_order_step == "adamw"
 
-        Returns:
-            The directions, and tensors that are finite if and only if all of them are.
-        """
-        raw = {
+    def _gradients(self) -> dict[Tensor, Tensor]:
+        """Of every parameter that has one."""
+        return {
             p: p.grad.to_dense() if p.grad.is_sparse else p.grad
             for group in self.param_groups
             for p in group["params"]
             if p.grad is not None and p.requires_grad
         }
-        natural, wholes = self._network.natural_gradients(raw, self._damping_rules())
-        wholes += [gradient for parameter, gradient in raw.items() if parameter not in natural]
+
+    def _natural(
+        self, raw: Mapping[Tensor, Tensor], rules: Mapping[str, DampingRule], finite: Tensor | None
+    ) -> tuple[dict[Tensor, Tensor], list[Tensor]]:
+        """What the parameters of layers with a block move along: the preconditioned gradient, clipped.
+
+        Returns:
+            The directions, and tensors that are finite if and only if all of them are.
+        """
+        groups = self._group_of()
+        momenta = {name: groups[layer.weight]["momentum"] for name, layer in self._layers.items()}
+        natural, wholes = self._network.directions(StepInputs(raw, rules, momenta, finite))
         clip = self._settings.kl_clip
         if clip is not None and natural:
-            groups = self._group_of()
             coefficient = kl_coefficient(
                 ((groups[p]["lr"], raw[p], direction) for p, direction in natural.items()), clip
             )
             natural = {p: direction * coefficient.to(direction.dtype) for p, direction in natural.items()}
             wholes.append(coefficient)
-        unseen = {p: raw[p] * self._first_order_ratio for p in self._unseen_parameters() if p in raw}
-        return {**raw, **unseen, **natural}, [*wholes, *unseen.values()]
+        return natural, wholes
+
+    def _first_order(self, raw: Mapping[Tensor, Tensor], finite: Tensor | None) -> dict[Tensor, Tensor]:
+        """What the other parameters move along: AdamW's step, or the raw gradient."""
+        found = dict(raw)
+        if raw and self._settings.first_order_step == "adamw":
+            groups = self._group_of()
+            found = adam_directions(raw, self.state, {p: groups[p]["momentum"] for p in raw}, finite)
+        for parameter in self._unseen_parameters():
+            if parameter in found:
+                found[parameter] = found[parameter] * self._first_order_ratio
+        return found
 
     def _unseen_parameters(self) -> list[Tensor]:
-        """Parameters of layers without statistics; their raw gradient is meant for `first_order_lr`."""
+        """Parameters of layers without statistics, which move as if they had no block: by `first_order_lr`."""
         if len(self._network.blocks) == len(self._layers):
             return []
         unseen = (layer for name, layer in self._layers.items() if name not in self._network.blocks)
         return [parameter for layer in unseen for parameter in layer.parameters]
 
-    def _update(self, directions: Mapping[Tensor, Tensor], finite: Tensor | None) -> None:
+    def _update(
+        self, raw: Mapping[Tensor, Tensor], natural: Mapping[Tensor, Tensor], finite: Tensor | None
+    ) -> None:
         """Move the parameters; not at all where `finite`, on the device, is False."""
         if finite is not None:
             self._skipping.note(finite)
+        others = self._first_order({p: own for p, own in raw.items() if p not in natural}, finite)
+        in_velocity = self._settings.momentum_at == "after", self._settings.first_order_step == "sgd"
         for group in self.param_groups:
-            trained = [p for p in group["params"] if p in directions]
-            for parameter in trained:
-                self.state[parameter]["step"] += 1
-            apply_update(
-                trained,
-                [directions[p] for p in trained],
-                [self._velocity(p) for p in trained] if group["momentum"] else [],
-                lr=group["lr"],
-                momentum=group["momentum"],
-                weight_decay=group["weight_decay"],
-                finite=finite,
-            )
+            for directions, has_velocity in zip((natural, others), in_velocity, strict=True):
+                trained = [p for p in group["params"] if p in directions]
+                for parameter in trained:
+                    self.state[parameter]["step"] += 1
+                momentum = group["momentum"] if has_velocity else 0.0
+                apply_update(
+                    trained,
+                    [directions[p] for p in trained],
+                    [self._velocity(p) for p in trained] if momentum else [],
+                    lr=group["lr"],
+                    momentum=momentum,
+                    weight_decay=group["weight_decay"],
+                    finite=finite,
+                )
 
     def _velocity(self, parameter: Tensor) -> Tensor:
         state = self.state[parameter]
@@ -485,7 +571,10 @@ class NaturalGradient(Optimizer):
         if not missed:
             return
         for state in self.state.values():
-            state["step"] = max(0, state["step"] - missed)
+            for count in ("step", "averaged"):
+                if count in state:
+                    state[count] = max(0, state[count] - missed)
+        self._network.take_back(missed)
         self._num_steps -= missed
         self._skipped_steps += missed - 1
         self._tell_of_skipped(f"the gradients of {missed} steps since the last look were not finite")
@@ -570,7 +659,8 @@ class NaturalGradient(Optimizer):
             "sampling": self._capture.sampling.state(),
             "choosing": self._capture.choosing.state(),
         }
-        return to_torch(super().state_dict(), self.param_groups, self._layers, self._network.blocks, whole)
+        blocks, motions = self._network.blocks, self._network.motions
+        return to_torch(super().state_dict(), self.param_groups, self._layers, blocks, motions, whole)
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Go on where the saved optimizer stopped, bit for bit.
@@ -583,11 +673,11 @@ class NaturalGradient(Optimizer):
         saved = SavedState(state_dict, self._layers, self.param_groups)
         saved.require_method(self.method.name, self._recipe_in_words())
         saved.require_architecture()
-        blocks: dict[str, LayerCurvature] = saved.blocks()
+        blocks, motions = saved.blocks(), saved.motions()
         self._capture.sampling.load(saved.whole["sampling"])  # which fails if its device is not here
         self._capture.choosing.load(saved.whole["choosing"])
         super().load_state_dict(saved.for_torch())
-        self._network.blocks = blocks
+        self._network.load(blocks, motions)
         self._skipping.read()
         self._num_steps = saved.whole["num_steps"]
         self._skipped_steps = saved.whole["skipped_steps"]
@@ -600,7 +690,9 @@ class NaturalGradient(Optimizer):
 
     def _recipe_in_words(self) -> dict[str, str]:
         """The settings that statistics must share to be averaged with one another."""
-        return {"sharing": self._settings.sharing, "averaging": self._settings.averaging}
+        return {
+            name: getattr(self._settings, name) for name in ("sharing", "averaging", "rescaling", "momentum_at")
+        }
 
     def __getstate__(self) -> dict[str, Any]:
         raise TypeError(

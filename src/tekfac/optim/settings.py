@@ -15,7 +15,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from tekfac.capture.measurement import Measurement
+from tekfac.capture.measurement import FisherKind, Measurement
 from tekfac.capture.selection import StatisticsSamples
 from tekfac.common.checks import require_choice, require_keywords, require_whole
 from tekfac.damping import (
@@ -27,14 +27,27 @@ from tekfac.damping import (
     as_rule,
 )
 from tekfac.layers.side_forms import QUICK_MAX_DIM
+from tekfac.likelihoods import Gaussian, as_likelihood
 from tekfac.methods import Method, default_settings, refused_settings
 from tekfac.optim.param_groups import Selected
 
 Averaging = Literal["moments", "factors"]
 AVERAGINGS: tuple[Averaging, ...] = ("moments", "factors")
 
+Rescaling = Literal["measured", "moving"]
+RESCALINGS: tuple[Rescaling, ...] = ("measured", "moving")
+
+MomentumAt = Literal["before", "after"]
+MOMENTUM_PLACES: tuple[MomentumAt, ...] = ("before", "after")
+
+DecayPer = Literal["step", "update"]
+DECAY_CLOCKS: tuple[DecayPer, ...] = ("step", "update")
+
+FirstOrderStep = Literal["adamw", "sgd"]
+FIRST_ORDER_STEPS: tuple[FirstOrderStep, ...] = ("adamw", "sgd")
+
 AUTO = "auto"
-"""Of damping and sharing: what the method has by default; of turns: where they are for nothing."""
+"""Of damping, sharing and Fisher: what suits the other settings; of turns: where they are for nothing."""
 
 DEFAULT_BASIS_TOLERANCE = 0.0
 """Bases are computed anew at every refresh: together with few samples a tolerance has cost accuracy."""
@@ -50,20 +63,27 @@ OF_OWN_DAMPING = {"trace_floor", "beta"}
 class Settings(Measurement):
     """Settings of a whole optimizer; a param group has lr, momentum, weight_decay, damping, first_order."""
 
+    fisher: FisherKind = "empirical"
     max_dim: int = QUICK_MAX_DIM
+    power: float = 0.5
+    rescaling: Rescaling = "moving"
+    momentum_at: MomentumAt = "before"
+    nesterov: bool = True
     damping: float | DampingRule | None = None
     trace_floor: float = DEFAULT_TRACE_FLOOR
     beta: BetaReading = "add"
     factor_decay: float = 0.95
     rescaling_decay: float = 0.95
-    factors_every: int = 50
-    basis_every: int = 50
-    rescaling_every: int = 50
+    decay_per: DecayPer = "step"
+    factors_every: int = 10
+    basis_every: int = 10
+    rescaling_every: int = 10
     sharing: str = "exact"
     averaging: Averaging = "moments"
     kl_clip: float | None = None
     first_order: Iterable[Selected] = ()
     first_order_lr: float | None = None
+    first_order_step: FirstOrderStep = "adamw"
     param_groups: Iterable[Mapping[str, Any]] = ()
     grad_scaler: torch.amp.GradScaler | None = None
     statistics_samples: StatisticsSamples = "auto"
@@ -81,14 +101,24 @@ class Settings(Measurement):
             require_whole(name, getattr(self, name), "of steps, at least 1")
         require_choice("beta", self.beta, BETA_READINGS)
         require_choice("averaging", self.averaging, AVERAGINGS)
+        require_choice("rescaling", self.rescaling, RESCALINGS)
+        require_choice("momentum_at", self.momentum_at, MOMENTUM_PLACES)
+        require_choice("decay_per", self.decay_per, DECAY_CLOCKS)
+        require_choice("first_order_step", self.first_order_step, FIRST_ORDER_STEPS)
+        if not _is_number(self.power) or not 0 < self.power <= 1:
+            raise ValueError(
+                f"Invalid power: {self.power!r}. Expected a number in (0, 1]: 1 for the natural gradient, 0.5 "
+                "for its square root."
+            )
         if self.kl_clip is not None:
             _require_positive("kl_clip", self.kl_clip, "a positive number, or None for no clipping")
         if self.first_order_lr is not None:
             _require_positive("first_order_lr", self.first_order_lr, "a positive number")
         if self.turns != AUTO and not isinstance(self.turns, bool):
             raise ValueError(f"Invalid turns: {self.turns!r}. Expected True, False or 'auto'.")
-        if not isinstance(self.track_basis, bool):
-            raise ValueError(f"Invalid track_basis: {self.track_basis!r}. Expected True or False.")
+        for name in ("track_basis", "nesterov"):
+            if not isinstance(getattr(self, name), bool):
+                raise ValueError(f"Invalid {name}: {getattr(self, name)!r}. Expected True or False.")
         tolerance = self.basis_tolerance
         if not _is_number(tolerance) or not 0 <= tolerance < 1:
             raise ValueError(
@@ -103,6 +133,23 @@ class Settings(Measurement):
                 f"Invalid grad_scaler: {self.grad_scaler!r}. Expected a torch.amp.GradScaler, or None."
             )
 
+    @property
+    def is_moving(self) -> bool:
+        """Whether second moments are taken from the gradient of every step."""
+        return self.rescaling == "moving"
+
+    @property
+    def factor_decay_per_update(self) -> float:
+        """The weight of the past when the factors are measured again."""
+        return self.factor_decay if self.decay_per == "update" else self.factor_decay**self.factors_every
+
+    @property
+    def rescaling_decay_per_update(self) -> float:
+        """The weight of the past when Theta is measured again, or second moments move."""
+        if self.decay_per == "update" or self.is_moving:
+            return self.rescaling_decay
+        return self.rescaling_decay**self.rescaling_every
+
 
 NAMES = tuple(field.name for field in fields(Settings))
 
@@ -113,14 +160,15 @@ def resolve(method: Method, keywords: Mapping[str, Any]) -> Settings:
     Args:
         method: a row of the table in methods.py.
         keywords: as the optimizer got them. None stands for the default of a setting that only some methods
-            have, and "auto" for the method's own damping or sharing.
+            have, and "auto" for what suits the others.
 
     Raises:
         TypeError: for a keyword that does not exist, or that the method refuses.
         ValueError: for a value that does not fit.
     """
     require_keywords(method.name, keywords, ["lr", "momentum", "weight_decay", *NAMES])
-    for keyword, reason in refused_settings(method).items():
+    is_moving = keywords.get("rescaling", Settings.rescaling) == "moving"
+    for keyword, reason in refused_settings(method, is_moving=is_moving).items():
         if keywords.get(keyword) is not None:
             raise TypeError(f"{method.name} takes no {keyword!r}: {reason}. Leave it out.")
     given = {
@@ -128,9 +176,11 @@ def resolve(method: Method, keywords: Mapping[str, Any]) -> Settings:
         for name, value in keywords.items()
         if name in NAMES
         and not (name in OF_SOME_METHODS and value is None)
-        and not (name in ("damping", "sharing") and isinstance(value, str) and value == AUTO)
+        and not (name in ("damping", "sharing", "fisher") and isinstance(value, str) and value == AUTO)
     }
-    defaults = default_settings(method)
+    defaults = default_settings(method, is_moving=is_moving)
+    if isinstance(as_likelihood(given.get("likelihood", Settings.likelihood)), Gaussian):
+        defaults["fisher"] = "sampled"
     if given.keys() & OF_OWN_DAMPING:
         defaults["damping"] = None
     settings = Settings(**{**defaults, **given})

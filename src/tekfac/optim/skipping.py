@@ -13,6 +13,8 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
+from tekfac.common.torch_internals import norms_of
+
 
 class Skipping:
     """Looks whether directions are finite, and counts on the device what was not.
@@ -49,6 +51,18 @@ def all_finite(tensors: Sequence[Tensor]) -> Tensor | None:
         return None
     sums = [tensor.sum(dtype=torch.promote_types(tensor.dtype, torch.float32)) for tensor in nonempty]
     return torch.isfinite(torch.stack(sums).sum())
+
+
+def squares_are_finite(tensors: Sequence[Tensor]) -> Tensor | None:
+    """Whether the sum of the squares of all entries is finite, as `all_finite`.
+
+    Then so are all squares in any other orthonormal basis.
+    """
+    nonempty = [tensor for tensor in tensors if tensor.numel()]
+    if not nonempty:
+        return None
+    wide = [tensor.to(torch.promote_types(tensor.dtype, torch.float32)) for tensor in nonempty]
+    return torch.isfinite(torch.stack([norm.to(wide[0].dtype) for norm in norms_of(wide)]).square().sum())
 
 
 def in_words(directions: Mapping[Tensor, Tensor], names: Mapping[Tensor, str]) -> str:

@@ -14,7 +14,7 @@ Nothing is cast: a factor comes back in the precision it was saved in.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -24,11 +24,15 @@ from tekfac.curvature.averages import Average
 from tekfac.curvature.eigenbasis import Eigenbasis
 from tekfac.curvature.factors import KroneckerFactors
 from tekfac.curvature.layer_curvature import LayerCurvature
+from tekfac.curvature.motion import LayerMotion
 from tekfac.damping import from_plain, to_plain
 from tekfac.layers.layer import Layer
 
-FORMAT = 2
+FORMAT = 3
 """Raised when a state of the version before can no longer be read."""
+
+OF_LAYERS = ("curvature", "motion")
+"""Entries of a weight that are its whole layer's."""
 
 KEY = "tekfac"
 """The entry of the first group with what belongs to the optimizer as a whole."""
@@ -41,6 +45,7 @@ def to_torch(
     groups: Groups,
     layers: Mapping[str, Layer],
     blocks: Mapping[str, LayerCurvature],
+    motions: Mapping[str, LayerMotion],
     whole: Mapping[str, Any],
 ) -> dict[str, Any]:
     """What `state_dict` returns.
@@ -50,12 +55,15 @@ def to_torch(
         groups: the optimizer's own.
         layers: by name.
         blocks: their curvature, of those that have any yet.
+        motions: what was gathered of their gradients from step to step, likewise.
         whole: what belongs to the optimizer as a whole.
     """
     index = {parameter: position for position, parameter in enumerate(_parameters(groups))}
     state = {key: dict(values) for key, values in torchs["state"].items()}
     for name, block in blocks.items():
         state.setdefault(index[layers[name].weight], {})["curvature"] = _curvature_to_plain(block)
+    for name, motion in motions.items():
+        state.setdefault(index[layers[name].weight], {})["motion"] = _motion_to_plain(motion)
     described = {name: {"shape": _sizes(layer), "form": _form(layer)} for name, layer in layers.items()}
     saved = [{**group, "damping": to_plain(group["damping"])} for group in torchs["param_groups"]]
     saved[0][KEY] = {"format": FORMAT, **whole, "layers": described}
@@ -145,7 +153,7 @@ class SavedState:
         names = [name for group in ours for name in group]
         parameters = _parameters(self._present)
         for index, values in self._state.items():
-            velocity = values.get("momentum_buffer")
+            velocity = values.get("momentum_buffer", values.get("exp_avg"))
             if velocity is not None and velocity.shape != parameters[index].shape:
                 differences.append(
                     f"parameter {names[index]!r} has shape {list(parameters[index].shape)}, saved "
@@ -154,11 +162,11 @@ class SavedState:
         return differences
 
     def for_torch(self) -> dict[str, Any]:
-        """What `torch.optim.Optimizer.load_state_dict` is to get: all but the curvature."""
+        """What `torch.optim.Optimizer.load_state_dict` is to get: all but what belongs to layers."""
         position = iter(range(len(_parameters(self._present))))
         return {
             "state": {
-                index: {key: _copied(value) for key, value in values.items() if key != "curvature"}
+                index: {key: _copied(value) for key, value in values.items() if key not in OF_LAYERS}
                 for index, values in self._state.items()
             },
             "param_groups": [
@@ -173,13 +181,24 @@ class SavedState:
 
     def blocks(self) -> dict[str, LayerCurvature]:
         """The curvature of the layers that had any, on the devices of their weights."""
+        return {
+            name: _curvature_from_plain(plain, self._layers[name].weight.device)
+            for name, plain in self._of_layers("curvature")
+        }
+
+    def motions(self) -> dict[str, LayerMotion]:
+        """What was gathered of the gradients of the layers that had any."""
+        return {
+            name: _motion_from_plain(plain, self._layers[name].weight.device)
+            for name, plain in self._of_layers("motion")
+        }
+
+    def _of_layers(self, entry: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
         index = {parameter: position for position, parameter in enumerate(_parameters(self._present))}
-        found = {}
         for name, layer in self._layers.items():
-            plain = self._state.get(index[layer.weight], {}).get("curvature")
+            plain = self._state.get(index[layer.weight], {}).get(entry)
             if plain is not None:
-                found[name] = _curvature_from_plain(plain, layer.weight.device)
-        return found
+                yield name, plain
 
 
 def _curvature_to_plain(curvature: LayerCurvature) -> dict[str, Any]:
@@ -207,6 +226,22 @@ def _curvature_from_plain(plain: Mapping[str, Any], device: torch.device) -> Lay
         None if theta is None else Average((copy(theta["value"]),), theta["weight"]),
         plain["failed_refreshes"],
     )
+
+
+def _motion_to_plain(motion: LayerMotion) -> dict[str, Any]:
+    return {
+        name: {"value": average.values[0], "weight": average.weight}
+        for name, average in motion._asdict().items()
+        if average is not None
+    }
+
+
+def _motion_from_plain(plain: Mapping[str, Any], device: torch.device) -> LayerMotion:
+    first, second = (
+        Average((own["value"].to(device, copy=True),), own["weight"]) if own is not None else None
+        for own in (plain.get("first"), plain.get("second"))
+    )
+    return LayerMotion(first, second)
 
 
 def _parameters(groups: Groups) -> list[Tensor]:

@@ -16,11 +16,10 @@ from tekfac.optim.natural_gradient import NaturalGradient
 def age(optimizer: Stepping) -> None:
     """Give the averages of an optimizer of ours the weight that they have in the end."""
     if isinstance(optimizer, NaturalGradient):
-        settings = optimizer._settings
+        recipe = optimizer._recipe
         blocks = optimizer._network.blocks
         optimizer._network.blocks = {
-            name: _aged(block, settings.factor_decay, settings.rescaling_decay)
-            for name, block in blocks.items()
+            name: _aged(block, recipe.factor_decay, recipe.rescaling_decay) for name, block in blocks.items()
         }
         optimizer._arm()
 

@@ -98,8 +98,8 @@ class Contestant:
     def intervals(self) -> dict[str, int]:
         """The intervals that it is told, by keyword."""
         if self.is_ours:
-            asked = {} if self.every is None else dict.fromkeys(_clocks(self.name), self.every)
-            return asked | {k: v for k, v in self.options.items() if k in _clocks(self.name)}
+            asked = {} if self.every is None else dict.fromkeys(self._clocks, self.every)
+            return asked | {k: v for k, v in self.options.items() if k in self._clocks}
         return {INTERVAL_OF[self.name]: self.every or RIVAL_EVERY} if self.name in INTERVAL_OF else {}
 
     @property
@@ -114,8 +114,16 @@ class Contestant:
 
     @property
     def _all_intervals(self) -> dict[str, int]:
-        defaults = {clock: getattr(Settings, clock) for clock in _clocks(self.name)} if self.is_ours else {}
+        defaults = {clock: getattr(Settings, clock) for clock in self._clocks} if self.is_ours else {}
         return defaults | self.intervals
+
+    @property
+    def _clocks(self) -> tuple[str, ...]:
+        """The keywords of the intervals of a method of ours."""
+        measures_theta = self.options.get("rescaling", Settings.rescaling) == "measured"
+        shared = ("factors_every", "basis_every")
+        has_theta = measures_theta and NATURAL[self.name].method.rescaling.measured
+        return (*shared, "rescaling_every") if has_theta else shared
 
     def make(self, model: nn.Module, seed: int = 0) -> Stepping:
         """The optimizer of a model.
@@ -133,12 +141,6 @@ class Contestant:
     def plain(self) -> dict[str, Any]:
         """As plain values, of which `Contestant(**plain)` is the same again."""
         return {"name": self.name, "every": self.every, "options": dict(self.options)}
-
-
-def _clocks(name: str) -> tuple[str, ...]:
-    """The keywords of a method's intervals."""
-    shared = ("factors_every", "basis_every")
-    return (*shared, "rescaling_every") if NATURAL[name].method.rescaling.measured else shared
 
 
 # -- the others ----------------------------------------------------------------------------------------------

@@ -1,0 +1,211 @@
+"""What is gathered of gradients from step to step, in the eigenbasis: momentum, and moving second moments.
+
+The projected gradient G~ = Q_out^T G Q_in of every step enters two running averages,
+
+    first     M = E[G~]            momentum, before it is preconditioned
+    second    V = E[G~^2]          the re-scaling S = V of EKFAC and TEKFAC
+              t = E[mean G~^2]     the mean of S = sigma lambda_out lambda_in^T, of KFAC and TKFAC
+
+which turn with the basis. A direction is Q_out [M' / (S + lambda)^power] Q_in^T, where M' is M after the same
+gradient once more: Nesterov's momentum. Averages are right from their first value on, as those of averages.py.
+See docs/mathematics.md, section 6.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from tekfac.curvature.averages import Average
+from tekfac.curvature.eigenbasis import Eigenbasis, Turn
+
+Moving = Average[tuple[Tensor]]
+
+
+@dataclass(frozen=True)
+class StepForm:
+    """How a projected gradient becomes a direction.
+
+    Attributes:
+        power: of the denominators: 1 is the natural gradient; with 1/2 the loss's scale does not matter.
+        moving_decay: weight of the past in the moving second moments, per step; None: S is that of the
+            curvature, and none are kept.
+        entrywise: whether every entry of a moving S moves by itself, or only the scale of all of them.
+        momentum_before: whether gradients are averaged before they are preconditioned.
+        nesterov: whether that average looks a step ahead.
+    """
+
+    power: float = 1.0
+    moving_decay: float | None = None
+    entrywise: bool = True
+    momentum_before: bool = False
+    nesterov: bool = True
+
+    @property
+    def moves_entries(self) -> bool:
+        """Whether every entry of S moves by itself."""
+        return self.entrywise and self.moving_decay is not None
+
+    @property
+    def gathers(self) -> bool:
+        """Whether anything is kept from step to step."""
+        return self.momentum_before or self.moving_decay is not None
+
+
+class LayerMotion(NamedTuple):
+    """What was gathered of one layer's gradients, in its eigenbasis.
+
+    Attributes:
+        first: the mean gradient, [G, d_out, d_in].
+        second: its mean square, of the same shape, or [G, 1, 1] where only the scale of S moves.
+    """
+
+    first: Moving | None
+    second: Moving | None
+
+
+NO_MOTION = LayerMotion(None, None)
+
+
+def turned(motion: LayerMotion, old: Eigenbasis, new: Eigenbasis, form: StepForm) -> LayerMotion:
+    """What was gathered, in another basis: mean gradients exactly, mean squares as a diagonal is seen there."""
+    if old is new:
+        return motion
+    first, second, turn = motion.first, motion.second, Turn.of(old, new)
+    if first is not None:
+        first = replace(first, values=(turn.vectors(first.values[0]),))
+    if second is not None and form.entrywise:
+        second = replace(second, values=(turn.diagonal(second.values[0]),))
+    return LayerMotion(first, second)
+
+
+class Motion:
+    """The same of several layers whose blocks have one size, one behind the other; changed in place."""
+
+    def __init__(
+        self, form: StepForm, groups: Sequence[int], like: Tensor, parts: Sequence[LayerMotion]
+    ) -> None:
+        """Go on with what was gathered so far.
+
+        Args:
+            form: of the step.
+            groups: of each layer.
+            like: a tensor [G, d_out, d_in] of the right precision, on the right device; G of all layers.
+            parts: of each layer.
+        """
+        self._form = form
+        self._first = self._second = None
+        if form.momentum_before:
+            self._first = _Averages(torch.zeros_like(like), groups, [part.first for part in parts])
+        if form.moving_decay is not None:
+            zeros = torch.zeros_like(like) if form.entrywise else like.new_zeros(len(like), 1, 1)
+            self._second = _Averages(zeros, groups, [part.second for part in parts])
+
+    @property
+    def second(self) -> Sequence[Tensor] | None:
+        """Mean squares of each layer, as they are at any time: views; None if none are kept."""
+        return None if self._second is None else self._second.views
+
+    def parts(self) -> list[LayerMotion]:
+        """What was gathered of each layer so far: views."""
+        nothing = [None] * len((self._first or self._second).views)  # type: ignore[union-attr]
+        first = nothing if self._first is None else self._first.averages()
+        second = nothing if self._second is None else self._second.averages()
+        return [LayerMotion(*pair) for pair in zip(first, second, strict=True)]
+
+    def turn(self, old: Sequence[Eigenbasis], new: Sequence[Eigenbasis]) -> None:
+        """Follow the layers' bases."""
+        for layer, (part, before, after) in enumerate(zip(self.parts(), old, new, strict=True)):
+            if before is not after:
+                moved = turned(part, before, after, self._form)
+                for averages, average in ((self._first, moved.first), (self._second, moved.second)):
+                    if averages is not None and average is not None:
+                        averages.views[layer].copy_(average.values[0])
+
+    def advance(
+        self, projected: Tensor, momenta: Sequence[float], present: Sequence[bool], finite: Tensor | None
+    ) -> Tensor:
+        """Take in the gradients of one step.
+
+        Args:
+            projected: G~, [G, d_out, d_in].
+            momenta: weight of the past in the mean gradient, of each layer.
+            present: whether each layer has a gradient; what was gathered of the others stays.
+            finite: a boolean on the device; where it is False everything stays. None: True.
+
+        Returns:
+            What the denominators are to divide, [G, d_out, d_in].
+        """
+        if self._second is not None:
+            squares = projected.square()
+            if not self._form.entrywise:
+                squares = squares.mean(dim=(1, 2), keepdim=True)
+            decay = self._form.moving_decay or 0.0
+            self._second.update(squares, [decay] * len(present), present, finite)
+        if self._first is None:
+            return projected
+        self._first.update(projected, momenta, present, finite)
+        return self._first.ahead(projected) if self._form.nesterov else self._first.whole
+
+    def take_back(self, steps: int) -> None:
+        """Count less: so many of the last steps were not finite, and have left everything as it was."""
+        for averages in (self._first, self._second):
+            if averages is not None:
+                averages.take_back(steps)
+
+
+class _Averages:
+    """Running averages of several layers, in one tensor.
+
+    Attributes:
+        whole: [G, ...] of all layers.
+        views: of each layer.
+    """
+
+    def __init__(self, whole: Tensor, groups: Sequence[int], before: Sequence[Moving | None]) -> None:
+        self.whole = whole
+        self.views = torch.split(whole, list(groups))
+        self._groups = groups
+        self._weights = [0.0 if average is None else average.weight for average in before]
+        self._decays: Sequence[float] = [0.0] * len(groups)
+        for own, average in zip(self.views, before, strict=True):
+            if average is not None:
+                own.copy_(average.values[0])
+
+    def averages(self) -> list[Moving | None]:
+        """Of each layer; None of those that have none yet."""
+        pairs = zip(self.views, self._weights, strict=True)
+        return [Average((view,), weight) if weight else None for view, weight in pairs]
+
+    def update(
+        self, new: Tensor, decays: Sequence[float], present: Sequence[bool], finite: Tensor | None
+    ) -> None:
+        """One more value of each layer that is present."""
+        states = zip(self._weights, decays, present, strict=True)
+        self._weights = [decay * weight + 1 if here else weight for weight, decay, here in states]
+        self._decays = decays
+        shares = [1 / weight if here else 0.0 for weight, here in zip(self._weights, present, strict=True)]
+        new = new if finite is None else torch.where(finite, new, self.whole)
+        self.whole.lerp_(new, self._coefficient(shares))
+
+    def ahead(self, new: Tensor) -> Tensor:
+        """The averages after the same values once more; these themselves stay."""
+        states = zip(self._weights, self._decays, strict=True)
+        return self.whole.lerp(new, self._coefficient([1 / (decay * weight + 1) for weight, decay in states]))
+
+    def take_back(self, steps: int) -> None:
+        """Weights as they were so many steps ago."""
+        for _ in range(steps):
+            states = zip(self._weights, self._decays, strict=True)
+            self._weights = [max(0.0, (weight - 1) / decay) if decay else weight for weight, decay in states]
+
+    def _coefficient(self, of_layers: Sequence[float]) -> float | Tensor:
+        """One number if all layers have the same, else one for every group, [G, 1, 1]."""
+        if of_layers.count(of_layers[0]) == len(of_layers):
+            return of_layers[0]
+        each = [value for value, groups in zip(of_layers, self._groups, strict=True) for _ in range(groups)]
+        return self.whole.new_tensor(each)[:, None, None]

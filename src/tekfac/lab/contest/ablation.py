@@ -1,0 +1,143 @@
+"""What each piece of the default step is worth: TEKFAC with one of them changed at a time."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import mean, stdev
+
+import torch
+
+from tekfac.common.checks import nearest
+from tekfac.common.files import make_folder, write_json, write_text
+from tekfac.damping import Relative
+from tekfac.lab.contest.running import Entry, Job, Outcome, run_all
+from tekfac.lab.contest.tasks import TASKS
+from tekfac.lab.provenance import provenance
+
+LR = 1e-2
+"""Of all variants but those whose steps have another length."""
+
+VARIANTS: Mapping[str, Entry] = {
+    "default": Entry("tekfac", LR),
+    "plain factors (EKFAC)": Entry("ekfac", LR),
+    "product of eigenvalues (TKFAC)": Entry("tkfac", LR),
+    "both (KFAC)": Entry("kfac", LR),
+    "drawn labels": Entry("tekfac", LR, {"fisher": "sampled"}),
+    "the data's labels": Entry("tekfac", LR, {"fisher": "empirical"}),
+    "positions as samples": Entry("tekfac", LR, {"sharing": "expand"}),
+    "without Nesterov": Entry("tekfac", LR, {"nesterov": False}),
+    "momentum after": Entry("tekfac", LR * 0.05, {"momentum_at": "after"}),
+    "damping ten times as large": Entry("tekfac", LR, {"damping": Relative(0.03)}),
+    "damping ten times as small": Entry("tekfac", LR, {"damping": Relative(0.0003)}),
+    "factors of a shorter past": Entry("tekfac", LR, {"factor_decay": 0.8}),
+    "factors of a longer past": Entry("tekfac", LR, {"factor_decay": 0.99}),
+    "squares of a longer past": Entry("tekfac", LR, {"rescaling_decay": 0.99}),
+    "measured every 50": Entry("tekfac", LR, {"factors_every": 50, "basis_every": 50}),
+    "tracked bases": Entry("tekfac", LR, {"track_basis": True}),
+    "all layers at once": Entry("tekfac", LR, {"turns": False}),
+    "AdamW": Entry("adamw", 3e-3),
+    "SOAP": Entry("soap", LR, {"betas": (0.95, 0.95)}),
+}
+"""What is tried, by its name in the table."""
+
+STEPS = {"gpt": 300, "classifier": 300}
+"""Shorter runs than the contest's."""
+
+
+@dataclass(frozen=True)
+class Ablation:
+    """What is to be tried.
+
+    Attributes:
+        task: on which.
+        variants: names in VARIANTS; the first is what the others are compared to.
+        seeds: of the runs.
+        processes: that run at the same time.
+        folder: with the image data.
+    """
+
+    task: str
+    variants: Sequence[str]
+    seeds: Sequence[int]
+    processes: int
+    folder: Path | None
+
+    def __post_init__(self) -> None:
+        for name, known in ((self.task, TASKS), *((variant, VARIANTS) for variant in self.variants)):
+            if name not in known:
+                raise ValueError(f"Unknown: {name!r}.{nearest(name, known)} There are {', '.join(known)}.")
+
+    @property
+    def steps(self) -> int:
+        """Of a run."""
+        return STEPS.get(self.task, TASKS[self.task].steps)
+
+
+def ablate(wish: Ablation, out: Path, command: str, say: Callable[[str], None]) -> str:
+    """Run all variants with all seeds; write NAME.md and NAME.json, and give the former.
+
+    Runs of one seed come together, so that whatever disturbs the machine disturbs all variants.
+    """
+    jobs = [
+        Job(wish.task, VARIANTS[variant], seed, wish.steps, folder=wish.folder)
+        for seed in wish.seeds
+        for variant in wish.variants
+    ]
+    outcomes = run_all(jobs, wish.processes, say)
+    of = {variant: outcomes[place :: len(wish.variants)] for place, variant in enumerate(wish.variants)}
+    origin = {**provenance(command, torch.device("cpu")), "seeds": list(wish.seeds), "threads": 1}
+    text = page(wish, of) + "\n".join(f"- {key}: {value}" for key, value in origin.items()) + "\n"
+    make_folder(out)
+    write_text(out / f"{wish.task}.md", text)
+    runs = {name: [outcome.plain() for outcome in own] for name, own in of.items()}
+    write_json(out / f"{wish.task}.json", {"origin": origin, "runs": runs})
+    return text
+
+
+def page(wish: Ablation, outcomes: Mapping[str, Sequence[Outcome]]) -> str:
+    """The results of one task as Markdown."""
+    task = TASKS[wish.task]
+    lines = [
+        f"# {task.about[0].upper()}{task.about[1:]}: one piece changed at a time",
+        "",
+        f"{wish.steps} steps; less is better in all columns. Differences are from the first row, of the same "
+        "seeds, with the standard error of their mean.",
+        "",
+        f"| | setting | {task.measure} | difference | training loss | difference |",
+        "|---|---|---:|---:|---:|---:|",
+    ]
+    first = outcomes[wish.variants[0]]
+    for variant, own in outcomes.items():
+        cells = [variant, f"`{VARIANTS[variant].in_words}`"]
+        for pick in (_final, _training_loss):
+            cells += [spread(list(map(pick, own))), gap(list(map(pick, own)), list(map(pick, first)))]
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join([*lines, "", ""])
+
+
+def _final(outcome: Outcome) -> float:
+    return outcome.final
+
+
+def _training_loss(outcome: Outcome) -> float:
+    return outcome.training_loss
+
+
+def spread(values: Sequence[float]) -> str:
+    """Mean ± standard deviation."""
+    if len(values) < 2:
+        return f"{mean(values):.4g}"
+    return f"{mean(values):.4g} ± {stdev(values):.2g}"
+
+
+def gap(values: Sequence[float], others: Sequence[float]) -> str:
+    """The mean difference ± its standard error."""
+    gaps = [own - other for own, other in zip(values, others, strict=True)]
+    if not any(gaps):
+        return "–"
+    if len(gaps) < 2:
+        return f"{gaps[0]:+.3g}"
+    return f"{mean(gaps):+.3g} ± {stdev(gaps) / math.sqrt(len(gaps)):.2g}"

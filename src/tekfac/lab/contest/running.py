@@ -1,0 +1,139 @@
+"""One run of an optimizer on a task, and many of them in processes of their own."""
+
+from __future__ import annotations
+
+import math
+import multiprocessing
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from tekfac.lab.bench.contestants import Contestant, Stepping, Together
+from tekfac.lab.contest.tasks import TASKS, Kept
+
+LOOKS = 20
+"""How often a run is scored, at equal distances."""
+
+DIVERGED = math.inf
+"""Stands for a score that is not a number."""
+
+
+@dataclass(frozen=True)
+class Entry:
+    """An optimizer with its settings.
+
+    Attributes:
+        optimizer: a name of the benchmark's contestants.
+        lr: the highest learning rate of the schedule.
+        options: further keywords.
+    """
+
+    optimizer: str
+    lr: float
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def in_words(self) -> str:
+        """As one would write it down."""
+        return ", ".join(
+            [self.optimizer, f"lr={self.lr:g}", *(f"{key}={value}" for key, value in self.options.items())]
+        )
+
+
+@dataclass(frozen=True)
+class Job:
+    """What is to be run.
+
+    Attributes:
+        task: its name.
+        entry: the optimizer.
+        seed: of weights, batches and drawn labels.
+        steps: of the run, which the schedule fits.
+        kept: what the run is scored on.
+        folder: with the image data.
+    """
+
+    task: str
+    entry: Entry
+    seed: int
+    steps: int
+    kept: Kept = "test"
+    folder: Path | None = None
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What came of a run.
+
+    Attributes:
+        scores: (steps, seconds of training, score), from the first look to the last.
+        training_loss: the mean of the last tenth of the steps.
+    """
+
+    scores: Sequence[tuple[int, float, float]]
+    training_loss: float
+
+    @property
+    def final(self) -> float:
+        """The last score."""
+        return self.scores[-1][2]
+
+    def plain(self) -> dict[str, Any]:
+        """As plain values."""
+        return asdict(self)
+
+
+def run(job: Job) -> Outcome:
+    """Train, with one thread, and look at the score now and then; its time does not count."""
+    torch.set_num_threads(1)
+    task = TASKS[job.task]
+    training = task.prepare(job.seed, job.folder)
+    contestant = Contestant(job.entry.optimizer, options={**job.entry.options, "lr": job.entry.lr})
+    if contestant.is_ours:
+        told = {"likelihood": task.likelihood, **contestant.options}
+        contestant = Contestant(job.entry.optimizer, options=told)
+    optimizer = contestant.make(training.model, job.seed)
+    rates = [(group, group["lr"]) for part in _parts(optimizer) for group in part.param_groups]
+    scores, losses, seconds = [], [], 0.0
+    for step in range(job.steps):
+        inputs, targets = training.batch(step)
+        for group, rate in rates:
+            group["lr"] = rate * task.share_of_lr(step, job.steps)
+        start = time.perf_counter()
+        optimizer.zero_grad()
+        loss = training.loss(training.model(inputs), targets)
+        loss.backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+        seconds += time.perf_counter() - start
+        losses.append(loss.item())
+        if (step + 1) * LOOKS // job.steps > step * LOOKS // job.steps:
+            score = training.score(job.kept)
+            scores.append((step + 1, seconds, score if math.isfinite(score) else DIVERGED))
+    last = losses[-max(1, job.steps // 10) :]
+    return Outcome(scores, sum(last) / len(last))
+
+
+def _parts(optimizer: Stepping) -> Sequence[Optimizer]:
+    """The optimizers of torch that it consists of."""
+    if isinstance(optimizer, Together):
+        return optimizer.parts
+    assert isinstance(optimizer, Optimizer)
+    return [optimizer]
+
+
+def run_all(jobs: Iterable[Job], processes: int, say: Callable[[str], None]) -> list[Outcome]:
+    """The outcome of every job, in their order; several at a time."""
+    jobs = list(jobs)
+    found: list[Outcome] = []
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(processes, mp_context=context) as pool:
+        for job, outcome in zip(jobs, pool.map(run, jobs), strict=True):
+            say(f"{job.task}, {job.entry.in_words}, seed {job.seed}: {outcome.final:.4f}")
+            found.append(outcome)
+    return found
