@@ -46,7 +46,7 @@ def test_the_signature_has_every_setting_and_no_other() -> None:
     assert set(SIGNATURE) == {*OF_GROUPS, *DEFAULTS}
 
 
-@pytest.mark.parametrize("name", [name for name in DEFAULTS if name not in ("damping", "sharing")])
+@pytest.mark.parametrize("name", [name for name in DEFAULTS if name not in ("damping", "sharing", "fisher")])
 def test_a_default_in_the_signature_is_that_of_the_settings(name: str) -> None:
     if name in OF_SOME_METHODS:
         assert SIGNATURE[name].default is None

@@ -193,6 +193,8 @@ def symmetric_eigen(matrix: Tensor) -> tuple[Tensor, Tensor]:
         DecompositionError: if all of these fail.
     """
     symmetric = 0.5 * (matrix + matrix.mT)
+    unit = _power_of_two_above(symmetric)  # LAPACK would divide tiny matrices by some number, and round
+    symmetric = symmetric / unit
     attempts = [(matrix.dtype, 0.0)]
     if matrix.dtype != torch.float64:
         attempts.append((torch.float64, 0.0))
@@ -209,12 +211,19 @@ def symmetric_eigen(matrix: Tensor) -> tuple[Tensor, Tensor]:
             logger.warning("Eigendecomposition of a %s matrix failed %s: %s", tuple(matrix.shape), how, error)
             continue
         if bool(torch.isfinite(values).all() & torch.isfinite(vectors).all()):
-            return (values - added).clamp_min(0).to(matrix.dtype), vectors.to(matrix.dtype)
+            values = (values - added).clamp_min(0).to(matrix.dtype) * unit[..., 0]
+            return values, vectors.to(matrix.dtype)
         logger.warning("Eigendecomposition of a %s matrix gave non-finite numbers %s", tuple(matrix.shape), how)
     raise DecompositionError(
         f"No eigendecomposition of a {tuple(matrix.shape)} matrix succeeded, not in float64 and not "
         f"with {JITTERS[-1]:g} of its mean eigenvalue added to the diagonal."
     )
+
+
+def _power_of_two_above(matrix: Tensor) -> Tensor:
+    """The next power of two above all entries of each matrix, or 1 for zeros, [..., 1, 1]."""
+    largest = matrix.abs().amax(dim=(-2, -1), keepdim=True)
+    return torch.ldexp(torch.ones_like(largest), torch.frexp(largest).exponent)
 
 
 # -- turning -------------------------------------------------------------------------------------------

@@ -67,7 +67,7 @@ class NaturalGradient(Optimizer):
     def __init__(
         self,
         model: nn.Module,
-        lr: float = 1e-3,
+        lr: float = 1e-2,
         momentum: float = 0.95,
         weight_decay: float = 0.0,
         *,
@@ -117,7 +117,7 @@ class NaturalGradient(Optimizer):
 
         Args:
             model: the network; tekfac.explain(model) tells which of its layers are preconditioned, and how.
-            lr: step length; by default that of AdamW will do.
+            lr: step length; with the default step that of AdamW is enough, and the best one is often higher.
             momentum: weight of the past, in [0, 1), in the mean gradient, or in the velocity.
             weight_decay: decoupled: w <- (1 - lr * weight_decay) * w.
             power: of what the gradient is divided by in the eigenbasis: 1 for the natural gradient, 0.5 for its
@@ -127,7 +127,8 @@ class NaturalGradient(Optimizer):
             momentum_at: whether gradients are averaged "before" they are preconditioned, or the preconditioned
                 ones are summed up in a velocity, "after".
             nesterov: whether gradients that are averaged before count twice, a step ahead.
-            kl_clip: bound on lr^2 g.Pg, to which the preconditioned gradient is shortened; None: no bound.
+            kl_clip: bound on lr^2 g.Pg, for the highest lr so far, to which the preconditioned gradient is
+                shortened; None: no bound.
             damping: a number: S + damping * I; a rule of tekfac.damping; None: the paper's rule for this
                 method; "auto": Relative(), a share of the mean of S, where that is moving; where it is
                 measured, 0.01 added to S (EKFAC, TEKFAC), or its root to each factor (KFAC, TKFAC).
@@ -231,6 +232,7 @@ class NaturalGradient(Optimizer):
         self._skipping = Skipping(next(iter(self._names)).device)
         self._rules: Mapping[str, DampingRule] = {}
         self._rules_of: list[Any] = []
+        self._highest_lr: list[float] = []
         self._refresh_seconds = 0.0
         self._is_made = False  # torch adds the first groups by the method that users add others with
         first_order_lr = lr if settings.first_order_lr is None else settings.first_order_lr
@@ -308,15 +310,17 @@ class NaturalGradient(Optimizer):
         self._arm()
 
     def _require_whole_layers(self) -> None:
-        """A layer's weight and bias may differ in lr, momentum and weight decay, not in damping."""
+        """A layer's weight and bias may differ in lr and weight decay, not in what precedes the direction."""
         groups = self._group_of()
+        shared = ("damping", "momentum") if self._form.momentum_before else ("damping",)
         for layer in self._layers.values():
-            dampings = [groups[parameter]["damping"] for parameter in layer.parameters]
-            if any(damping != dampings[0] for damping in dampings):
-                raise ValueError(
-                    f"Weight and bias of layer {layer.name!r} are preconditioned together but their "
-                    f"param groups have different damping: {dampings}. Give both the same."
-                )
+            for setting in shared:
+                values = [groups[parameter][setting] for parameter in layer.parameters]
+                if any(value != values[0] for value in values):
+                    raise ValueError(
+                        f"Weight and bias of layer {layer.name!r} are preconditioned together but their "
+                        f"param groups have different {setting}: {values}. Give both the same."
+                    )
 
     def _damping_rules(self) -> Mapping[str, DampingRule]:
         """Of every layer, known to be of use here; the same object while groups and layers are the same.
@@ -496,12 +500,19 @@ class NaturalGradient(Optimizer):
         natural, wholes = self._network.directions(StepInputs(raw, rules, momenta, finite))
         clip = self._settings.kl_clip
         if clip is not None and natural:
-            coefficient = kl_coefficient(
-                ((groups[p]["lr"], raw[p], direction) for p, direction in natural.items()), clip
-            )
+            highest = self._highest_rates()
+            terms = ((highest[p], raw[p], direction) for p, direction in natural.items())
+            coefficient = kl_coefficient(terms, clip)
             natural = {p: direction * coefficient.to(direction.dtype) for p, direction in natural.items()}
             wholes.append(coefficient)
         return natural, wholes
+
+    def _highest_rates(self) -> dict[Tensor, float]:
+        """Of every parameter, the highest learning rate so far: so that a clip leaves a schedule its effect."""
+        rates = self._highest_lr + [0.0] * (len(self.param_groups) - len(self._highest_lr))
+        self._highest_lr = [max(rate, g["lr"]) for rate, g in zip(rates, self.param_groups, strict=True)]
+        pairs = zip(self._highest_lr, self.param_groups, strict=True)
+        return {p: rate for rate, group in pairs for p in group["params"]}
 
     def _first_order(self, raw: Mapping[Tensor, Tensor], finite: Tensor | None) -> dict[Tensor, Tensor]:
         """What the other parameters move along: AdamW's step, or the raw gradient."""
@@ -655,6 +666,7 @@ class NaturalGradient(Optimizer):
             "skipped_steps": self.skipped_steps,
             "attempts": dict(self._attempts),
             "turns": self._by_turns,
+            "highest_lr": list(self._highest_lr),
             "recipe": self._recipe_in_words(),
             "sampling": self._capture.sampling.state(),
             "choosing": self._capture.choosing.state(),
@@ -677,11 +689,17 @@ class NaturalGradient(Optimizer):
         self._capture.sampling.load(saved.whole["sampling"])  # which fails if its device is not here
         self._capture.choosing.load(saved.whole["choosing"])
         super().load_state_dict(saved.for_torch())
+        for (
+            parameter,
+            averages,
+        ) in saved.averages().items():  # which torch has cast to the parameter's precision
+            self.state[parameter].update(averages)
         self._network.load(blocks, motions)
         self._skipping.read()
         self._num_steps = saved.whole["num_steps"]
         self._skipped_steps = saved.whole["skipped_steps"]
         self._attempts = dict(saved.whole["attempts"])
+        self._highest_lr = list(saved.whole["highest_lr"])
         if self._settings.turns == AUTO:
             self._by_turns = saved.whole["turns"]
             self._schedule = self._new_schedule()

@@ -34,6 +34,9 @@ FORMAT = 3
 OF_LAYERS = ("curvature", "motion")
 """Entries of a weight that are its whole layer's."""
 
+AVERAGES = ("exp_avg", "exp_avg_sq")
+"""Entries of a parameter without a block."""
+
 KEY = "tekfac"
 """The entry of the first group with what belongs to the optimizer as a whole."""
 
@@ -177,6 +180,14 @@ class SavedState:
                 }
                 for group in self._groups
             ],
+        }
+
+    def averages(self) -> dict[Tensor, dict[str, Tensor]]:
+        """Of the gradients of parameters without a block, in the precision that they were saved in."""
+        return {
+            parameter: {key: own[key].to(parameter.device, copy=True) for key in AVERAGES}
+            for position, parameter in enumerate(_parameters(self._present))
+            if AVERAGES[0] in (own := self._state.get(position, {}))
         }
 
     def blocks(self) -> dict[str, LayerCurvature]:

@@ -15,7 +15,7 @@ def kl_coefficient(terms: Iterable[tuple[float, Tensor, Tensor]], kl_clip: float
 
     With P the inverse of the damped curvature, lr^2 g.Pg bounds twice the change of the predictions, as a
     Kullback-Leibler divergence to second order, that a single step along Pg makes. After scaling it is at
-    most c.
+    most c. With the highest lr of a schedule the direction depends on no other, and steps follow the schedule.
     """
     total = torch.stack([lr**2 * torch.sum(_wide(g) * _wide(direction)) for lr, g, direction in terms]).sum()
     return (kl_clip / total.clamp_min(torch.finfo(total.dtype).tiny)).sqrt().clamp_max(1)
