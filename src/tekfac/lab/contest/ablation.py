@@ -37,7 +37,7 @@ VARIANTS: Mapping[str, Entry] = {
     "squares of a longer past": Entry("tekfac", LR, {"rescaling_decay": 0.99}),
     "measured every 50": Entry("tekfac", LR, {"factors_every": 50, "basis_every": 50}),
     "tracked bases": Entry("tekfac", LR, {"track_basis": True}),
-    "each sample, all layers at once": Entry("tekfac", LR, {"statistics_samples": None, "turns": False}),
+    "exact statistics": Entry("tekfac", LR, {"statistics_samples": None, "turns": False}),
     "AdamW": Entry("adamw", 3e-3),
     "SOAP": Entry("soap", LR, {"betas": (0.95, 0.95)}),
 }
