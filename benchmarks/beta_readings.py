@@ -22,6 +22,7 @@ import torch
 
 from provenance import provenance
 from tekfac.damping import BETA_READINGS, BetaReading
+from tekfac.lab import recipes
 from tekfac.lab.config import RunConfig
 from tekfac.lab.training import train
 
@@ -72,7 +73,9 @@ def row(name: str, reading: BetaReading, task: RunConfig, seeds: list[int]) -> l
     """One line of the table: a reading under every setting."""
     cells = [name, reading]
     for lr, clip in SETTINGS:
-        config = replace(task, optimizer=name.lower(), lr=lr, options={"beta": reading, "kl_clip": clip})
+        own = {"lr": lr, "options.beta": reading, "options.kl_clip": clip}
+        point = {"optimizer": name.lower(), **recipes.naturally(name.lower(), 50), **own}
+        config = recipes.config(task, point)
         accuracies = [100 * final_accuracy(replace(config, seed=seed)) for seed in seeds]
         cells.append(f"{mean(accuracies):.1f} ± {stdev(accuracies):.1f}")
         print(name, reading, f"lr={lr:g} kl_clip={clip}", cells[-1], flush=True)

@@ -27,7 +27,7 @@ from provenance import provenance
 STEPS, BATCH, SEEDS, CHANCE = 150, 64, (0, 1, 2), math.log(10)
 
 SETTINGS: dict[str, dict[str, Any]] = {
-    "TEKFAC(model)": {},
+    "TEKFAC.natural(model)": {},
     "lr=0.1, kl_clip=1e-3": {"lr": 0.1, "kl_clip": 1e-3},
 }
 RULES: dict[str, dict[str, Any]] = {"the paper's rule": {"damping": None}, "0.01 for every layer": {}}
@@ -74,7 +74,7 @@ def trained(method: str, network: str, settings: dict[str, Any], seed: int) -> t
     labels = torch.tensor(digits.target)
     torch.manual_seed(seed)
     model = NETWORKS[network]()
-    optimizer = getattr(tekfac, method)(model, seed=seed, **settings)
+    optimizer = getattr(tekfac, method).natural(model, seed=seed, **settings)
     losses = []
     for _ in range(STEPS):
         chosen = torch.randint(len(images), (BATCH,))

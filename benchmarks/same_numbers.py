@@ -104,7 +104,7 @@ def trained(network: str, make: type[Any], keywords: dict[str, Any] | None) -> d
     """The parameters and buffers after the steps."""
     torch.manual_seed(0)
     model = NETWORKS[network]()
-    optimizer = make.paper(model) if keywords is None else make(model, **keywords)
+    optimizer = make.paper(model) if keywords is None else make.natural(model, **keywords)
     for _ in range(STEPS):
         x, y = inputs(network)
         optimizer.zero_grad()

@@ -37,7 +37,9 @@ def training(model: nn.Module, epochs: int, seed: int) -> Iterator[tuple[int, fl
     """Train; the number of epochs done and the share of right answers, from the untrained network on."""
     images, labels = read_digits(next(model.parameters()).dtype)
     order = torch.Generator().manual_seed(seed)
-    optimizer = TEKFAC(model, lr=3e-3, seed=seed)
+    optimizer = TEKFAC.natural(
+        model, lr=1e-3, kl_clip=1e-3, factors_every=10, basis_every=10, rescaling_every=10, seed=seed
+    )
     for epoch in range(epochs + 1):
         if epoch:
             model.train()

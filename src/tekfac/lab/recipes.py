@@ -124,7 +124,7 @@ def _as_point(settings: Mapping[str, Any]) -> Point:
     }
 
 
-DIGITS_RATES = {"sgdm": 0.03, "adam": 0.003, "kfac": 0.003, "ekfac": 0.003, "tkfac": 0.003, "tekfac": 0.003}
+DIGITS_RATES = {"sgdm": 0.1, "adam": 0.003, "kfac": 0.003, "ekfac": 0.01, "tkfac": 0.001, "tekfac": 0.003}
 
 
 def on_digits(optimizer: str) -> Point:
