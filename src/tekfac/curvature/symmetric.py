@@ -222,6 +222,8 @@ def symmetric_eigen(matrix: Tensor) -> tuple[Tensor, Tensor]:
 
 def _power_of_two_above(matrix: Tensor) -> Tensor:
     """The next power of two above all entries of each matrix, or 1 for zeros, [..., 1, 1]."""
+    if not matrix.numel():
+        return matrix.new_ones(*matrix.shape[:-2], 1, 1)
     largest = matrix.abs().amax(dim=(-2, -1), keepdim=True)
     return torch.ldexp(torch.ones_like(largest), torch.frexp(largest).exponent)
 
