@@ -127,7 +127,7 @@ def assert_steps(
     """Every step moves every layer as the reference says."""
     form: dict[str, Any] = {
         "momentum": 0.9,
-        "rescaling_decay": 0.8,
+        "rescaling_decay": 0.85,
         "power": 0.5,
         "nesterov": True,
         "momentum_at": "before",
@@ -170,7 +170,7 @@ def matrix_of(layer: Layer) -> Tensor:
         {"power": 1.0},
         {"power": 0.75},
         {"momentum": 0.0},
-        {"rescaling_decay": 0.0},
+        {"rescaling_decay": 0.0, "momentum": 0.0},
         {"max_dim": 3},
         {"fisher": "exact"},
     ],
@@ -307,6 +307,78 @@ def test_what_was_gathered_follows_a_layer_when_others_come_and_go() -> None:
         assert other.first is not None
         assert own.first.weight == other.first.weight
         assert_close(own.first.values[0], other.first.values[0])
+
+
+@every_method
+def test_a_layer_that_gradients_reach_late_takes_steps_as_long_as_others(method: type[NaturalGradient]) -> None:
+    """Below a head of zeros there is no gradient at first, when curvature is measured."""
+    model = mlp()
+    nn.init.zeros_(model[2].weight)
+    optimizer = method(model, lr=0.01)
+    for batch in vectors(4):
+        before = [parameter.detach().clone() for parameter in model.parameters()]
+        train(model, optimizer, [batch])
+        for old, parameter in zip(before, model.parameters(), strict=True):
+            assert float((parameter.detach() - old).norm()) <= 0.05 * parameter.numel() ** 0.5
+
+
+def test_what_was_gathered_of_a_frozen_layer_is_not_saved(caplog: pytest.LogCaptureFixture) -> None:
+    model = mlp(sizes=(4, 4, 4, 4))
+    optimizer = TEKFAC(model, lr=0.01)
+    train(model, optimizer, vectors(2, d_in=4, classes=4))
+    model[2].weight.requires_grad_(False)  # its bias alone has no block
+    x, y = vectors(1, d_in=4, classes=4)[0]
+    train(model, optimizer, [(x * math.nan, y)])  # which is skipped, but takes notice
+    names = [name for group in optimizer.param_groups for name in group["param_names"]]
+    kept = {names[index] for index, own in optimizer.state_dict()["state"].items() if "motion" in own}
+    assert kept == {"0.weight", "4.weight"}
+
+
+@pytest.mark.parametrize("method", [TKFAC, TEKFAC])
+def test_damping_that_looks_at_other_layers_sees_all_of_this_step(method: type[NaturalGradient]) -> None:
+    """Whatever the order in which the model has its layers."""
+
+    class Ordered(nn.Module):
+        def __init__(self, *, first: str) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            layers = {"convolution": nn.Conv2d(1, 2, 2), "linear": nn.Linear(8, 3)}
+            for name in (first, *(name for name in layers if name != first)):
+                self.add_module(name, layers[name])
+            self.double()
+
+        def forward(self, x: Tensor) -> Tensor:
+            out: Tensor = self.linear(torch.tanh(self.convolution(x)).flatten(1))
+            return out
+
+    generator = torch.Generator().manual_seed(0)
+    x, y = torch.randn(6, 1, 3, 3, generator=generator).double(), torch.arange(6) % 3
+    ends = []
+    for first in ("convolution", "linear"):
+        model = Ordered(first=first)
+        train(model, method(model, lr=0.01, damping=None), [(x, y)] * 3)
+        ends.append(model.linear.weight.detach())
+    assert_close(ends[0], ends[1])
+
+
+def test_half_precision_that_a_direction_leaves_is_not_moved_along_it() -> None:
+    model = mlp(dtype=torch.float32).half()
+    optimizer = TEKFAC(model, lr=1e-6, power=1.0)
+    x, y = vectors(1, dtype=torch.float32)[0]
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+    train(model, optimizer, [(x.half(), y)], lambda out, y: 1e-5 * F.cross_entropy(out.float(), y))
+    assert all(bool(torch.isfinite(parameter).all()) for parameter in model.parameters())
+    assert optimizer.skipped_steps == 1
+    assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+
+
+def test_settings_that_do_not_go_together_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"Invalid kl_clip: 0.001 with momentum_at='before'"):
+        TEKFAC(mlp(), kl_clip=1e-3)
+    with pytest.raises(ValueError, match=r"Invalid rescaling_decay: 0.5 with momentum 0.95.*0.9025"):
+        TEKFAC(mlp(), rescaling_decay=0.5)
+    for method in METHODS:
+        assert method.natural(mlp(), rescaling="moving")._form.moving_decay == 0.95
 
 
 def test_the_curvature_of_an_optimizer_is_still_that_of_the_fisher() -> None:

@@ -42,7 +42,7 @@ def test_digits_are_learned_in_six_epochs(method: type[NaturalGradient], make_mo
     train, test = slice(360, None), slice(0, 360)
     torch.manual_seed(0)
     model = make_model()
-    optimizer = method(model, lr=3e-3, kl_clip=1e-3, factors_every=10, basis_every=10)
+    optimizer = method.natural(model, lr=3e-3, kl_clip=1e-3, factors_every=10, basis_every=10)
     order = torch.Generator().manual_seed(0)
     for _ in range(6):
         for batch in torch.randperm(len(images) - 360, generator=order).split(64):

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from dense import METHODS, every_method, seeded
 from tekfac.optim import model_layers
 from tekfac.optim.natural_gradient import NaturalGradient
-from training import assert_identical, everything, train
+from training import assert_identical, both_steps, everything, maker, train
 
 
 class Net(nn.Module):
@@ -46,9 +46,13 @@ def batches(count: int, seed: int = 0) -> list[tuple[Tensor, Tensor]]:
     ]
 
 
-def start(method: type[NaturalGradient], **settings: Any) -> tuple[nn.Module, NaturalGradient]:
+def start(
+    method: type[NaturalGradient], step: str = "adaptive", **settings: Any
+) -> tuple[nn.Module, NaturalGradient]:
     model = seeded(Net)
-    return model, method(model, **{"lr": 0.01, "weight_decay": 1e-3, "max_dim": 16, "seed": 0, **settings})
+    return model, maker(method, step)(
+        model, **{"lr": 0.01, "weight_decay": 1e-3, "max_dim": 16, "seed": 0, **settings}
+    )
 
 
 def on_meta(value: Any) -> Any:
@@ -64,15 +68,28 @@ def on_meta(value: Any) -> Any:
 
 
 @every_method
-@pytest.mark.parametrize("settings", [{}, {"kl_clip": 1e-3}, {"momentum": 0.0}, {"damping": None}], ids=str)
+@pytest.mark.parametrize(
+    ("step", "settings"),
+    [
+        *(
+            (step, own)
+            for step in ("adaptive", "natural")
+            for own in ({}, {"momentum": 0.0}, {"damping": None})
+        ),
+        ("natural", {"kl_clip": 1e-3}),
+    ],
+    ids=str,
+)
 def test_plain_steps_run_where_tensors_have_no_data(
-    monkeypatch: pytest.MonkeyPatch, method: type[NaturalGradient], settings: dict[str, Any]
+    monkeypatch: pytest.MonkeyPatch, method: type[NaturalGradient], step: str, settings: dict[str, Any]
 ) -> None:
-    model, optimizer = start(method, **settings)
+    model, optimizer = start(method, step, **settings)
     train(model, optimizer, batches(1))
     monkeypatch.setattr(model_layers, "_require_data", lambda *_: None)
     empty = seeded(Net).to("meta")
-    other = method(empty, **{"lr": 0.01, "weight_decay": 1e-3, "max_dim": 16, "seed": 0, **settings})
+    other = maker(method, step)(
+        empty, **{"lr": 0.01, "weight_decay": 1e-3, "max_dim": 16, "seed": 0, **settings}
+    )
     other._network.blocks = {name: on_meta(block) for name, block in optimizer._network.blocks.items()}
     other._num_steps = 1
     other._arm()
@@ -101,11 +118,12 @@ def deferred(optimizer: NaturalGradient) -> NaturalGradient:
     return optimizer
 
 
+@both_steps
 @pytest.mark.parametrize("method", METHODS)
-def test_finite_steps_are_those_that_are_looked_at(method: type[NaturalGradient]) -> None:
+def test_finite_steps_are_those_that_are_looked_at(method: type[NaturalGradient], step: str) -> None:
     runs = []
     for later in (False, True):
-        model, optimizer = start(method)
+        model, optimizer = start(method, step)
         if later:
             deferred(optimizer)
         train(model, optimizer, batches(4))

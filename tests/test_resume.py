@@ -98,7 +98,10 @@ def test_the_other_fishers_resume_too(fisher: str) -> None:
 
 def test_clipping_and_damping_rules_of_groups_resume_too() -> None:
     resumed_everywhere(
-        TEKFAC, kl_clip=1e-3, param_groups=[{"params": ["4"], "damping": TraceBased(0.5), "momentum": 0.5}]
+        TEKFAC,
+        step="natural",
+        kl_clip=1e-3,
+        param_groups=[{"params": ["4"], "damping": TraceBased(0.5), "momentum": 0.5}],
     )
 
 

@@ -47,8 +47,8 @@ class Spectrum:
     Attributes:
         basis: the layer's eigenbasis, with the factors' eigenvalues and scale.
         is_convolution: whether the layer is a convolution.
-        theta: S where it was measured in the basis, [G, d_out, d_in]; None where it is the product of the
-            factors' eigenvalues.
+        theta: S where every entry was measured in the basis, or moves, [G, d_out, d_in]; None where it is the
+            product of the factors' eigenvalues.
     """
 
     basis: Eigenbasis
@@ -125,7 +125,7 @@ class Factored(_Named):
 class Relative(_Named):
     """lambda as a share of the mean of S: damping that does not depend on the scale of the loss.
 
-    Each convolution group is a block with a mean of its own. Where S is zero, so are the gradients.
+    Each convolution group is a block with a mean of its own. Where S is zero, no gradient was seen, and D is 1.
     """
 
     share: float = DEFAULT_SHARE
@@ -136,8 +136,8 @@ class Relative(_Named):
     def denominators(self, layer: Spectrum, network: Sequence[Spectrum]) -> Tensor:
         """S + share * mean S."""
         rescaling = layer.rescaling
-        added = self.share * rescaling.mean(dim=(1, 2), keepdim=True)
-        return rescaling + added.clamp_min(torch.finfo(rescaling.dtype).tiny)
+        mean = rescaling.mean(dim=(1, 2), keepdim=True)
+        return rescaling + torch.where(mean > 0, self.share * mean, 1.0)
 
 
 @dataclass(frozen=True)
@@ -250,7 +250,7 @@ def factored(layer: Spectrum, damping: Tensor, split: str) -> Tensor:
     if not layer.is_product:
         raise ValueError(
             "Factored damping is added to the Kronecker factors, but this method's re-scaling is not "
-            "the product of their eigenvalues. Use Tikhonov, TraceBased or a float."
+            "the product of their eigenvalues. Use Tikhonov, Relative, TraceBased or a float."
         )
     root_scale = layer.basis.scale.sqrt()[:, None]
     values_in, values_out = root_scale * layer.basis.values_in, root_scale * layer.basis.values_out
@@ -263,6 +263,11 @@ def factored(layer: Spectrum, damping: Tensor, split: str) -> Tensor:
     else:
         pi = torch.ones_like(root)
     return (values_out + root / pi)[:, :, None] * (values_in + root * pi)[:, None, :]
+
+
+def looks_at_network(rule: DampingRule) -> bool:
+    """Whether a rule may look at other layers than its own; those of users may."""
+    return not isinstance(rule, Tikhonov | Factored | Relative | TraceBased)
 
 
 def as_rule(damping: float | DampingRule | None, own_rule: DampingRule) -> DampingRule:

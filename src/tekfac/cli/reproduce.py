@@ -44,7 +44,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     names = ", ".join((*EXPERIMENTS, ABLATION))
     parser.add_argument("experiment", metavar="EXPERIMENT", help=f"{names} or {ALL}")
     group = parser.add_argument_group("the ablation")
-    group.add_argument("--task", metavar="NAME", help=f"of {', '.join(TASKS)} (default: none; it must be named)")
+    told = f"of {', '.join(TASKS)} (default: none, it must be named)"
+    group.add_argument("--task", metavar="NAME", help=told)
     told = "what to change, of the names in docs/results/ablation (default: everything)"
     group.add_argument("--variants", metavar="NAME,...", help=told)
     parser.add_argument("--scale", choices=recipes.SCALES, default="small", help="how much of it")

@@ -50,6 +50,18 @@ class StepForm:
         """Whether every entry of S moves by itself."""
         return self.entrywise and self.moving_decay is not None
 
+    def require_memory(self, momentum: float) -> None:
+        """Raise ValueError where squares are forgotten so much sooner than gradients that steps would explode.
+
+        After many gradients of zero, M has decayed by momentum^k and the root of V by decay^(k/2).
+        """
+        decay = self.moving_decay
+        if decay is not None and self.momentum_before and momentum**2 > decay:
+            raise ValueError(
+                f"Invalid rescaling_decay: {decay!r} with momentum {momentum!r}. Expected at least momentum^2, "
+                f"{momentum**2:.4g}: second moments must not be forgotten sooner than the mean gradient."
+            )
+
     @property
     def gathers(self) -> bool:
         """Whether anything is kept from step to step."""

@@ -17,7 +17,7 @@ from tekfac.curvature.layer_curvature import NOTHING, Due, LayerCurvature, Recip
 from tekfac.curvature.motion import LayerMotion, StepForm, turned
 from tekfac.curvature.stacks import Stack, StepInputs, spectrum_of, stacked
 from tekfac.curvature.together import alike, refreshed_together
-from tekfac.damping import DampingRule, Spectrum
+from tekfac.damping import DampingRule, Spectrum, looks_at_network
 from tekfac.layers.batch import CapturedBatch
 from tekfac.layers.layer import Layer
 
@@ -26,9 +26,9 @@ class LayerSignals(NamedTuple):
     """What tells, from outside, how a layer's curvature is doing.
 
     Attributes:
-        trace: of its approximate Fisher block.
+        trace: of S: of its approximate Fisher block, or of the moving second moments of gradients.
         damping: the mean of what damping adds to the block's eigenvalues.
-        condition: the largest damped eigenvalue divided by the smallest.
+        condition: the largest entry of S + lambda divided by the smallest.
         failed_refreshes: how often its decomposition failed for good and an older basis was kept.
     """
 
@@ -119,17 +119,23 @@ class NetworkCurvature:
         directions: dict[Tensor, Tensor] = {}
         wholes: list[Tensor] = []
         stacks = self._present_stacks(given.rules)
+        if self._form.gathers and any(map(looks_at_network, given.rules.values())):
+            all_prepared = [stack.prepare(given) for stack in stacks]  # so that rules see all of this step
+        else:
+            all_prepared = [None] * len(stacks)
         network = [spectrum for stack in stacks for spectrum in stack.spectra]
-        for stack in stacks:
-            found, whole = stack.directions(given, network)
-            directions.update(found)
-            wholes += whole
+        for stack, own in zip(stacks, all_prepared, strict=True):
+            prepared = own or stack.prepare(given)
+            if prepared is not None:
+                found, whole = stack.directions(prepared, given.rules, network)
+                directions.update(found)
+                wholes += whole
         return directions, wholes
 
     @property
     def motions(self) -> dict[str, LayerMotion]:
-        """What was gathered of the gradients of every layer seen so far, by name; views."""
-        return {name: motion for stack in self._stacks for name, motion in stack.motions().items()}
+        """What was gathered of the gradients of every layer that has a block, in its present basis, by name."""
+        return self._kept_motions()
 
     def load(self, blocks: dict[str, LayerCurvature], motions: Mapping[str, LayerMotion]) -> None:
         """Go on with these blocks, and what was gathered in their bases."""

@@ -68,6 +68,18 @@ class StepInputs(NamedTuple):
     finite: Tensor | None = None
 
 
+class Prepared(NamedTuple):
+    """Gradients of a stack's layers on their way.
+
+    Attributes:
+        projected: what the denominators are to divide, [G, d_out, d_in].
+        found: of each parameter that has a gradient, a place for its direction or the gradient itself.
+    """
+
+    projected: Tensor
+    found: Mapping[Tensor, Tensor]
+
+
 class Stack:
     """Blocks of equal size, as one with all their groups.
 
@@ -152,41 +164,47 @@ class Stack:
         if self._motion is not None:
             self._motion.take_back(steps)
 
-    def directions(self, given: StepInputs, network: Network) -> tuple[dict[Tensor, Tensor], list[Tensor]]:
-        """Q [G~ / (S + lambda)^power] for the parameters of the layers whose weight has a gradient.
+    def prepare(self, given: StepInputs) -> Prepared | None:
+        """Gradients in the eigenbasis, after what is gathered of them; None if no layer has any."""
+        gradients = given.gradients
+        present = [layer.weight in gradients for layer in self.layers]
+        if not any(present):
+            return None
+        if self._room is not None:
+            if not all(present):
+                here = (layer for layer, is_here in zip(self.layers, present, strict=True) if is_here)
+                gradients = {p: gradients[p] for layer in here for p in layer.parameters if p in gradients}
+            found: Mapping[Tensor, Tensor] = self._room.gather(gradients)
+            matrix = self._room.whole
+        else:
+            (layer,) = self.layers
+            bias = None if layer.bias is None else gradients.get(layer.bias)
+            matrix = layer.to_matrix(gradients[layer.weight], bias)
+            found = {p: gradients[p] for p in layer.parameters if p in gradients}
+        projected = self.basis.project(matrix)
+        if self._motion is not None:
+            momenta = [given.momenta[layer.name] for layer in self.layers]
+            projected = self._motion.advance(projected, momenta, present, given.finite)
+        return Prepared(projected, found)
+
+    def directions(
+        self, prepared: Prepared, rules: Mapping[str, DampingRule], network: Network
+    ) -> tuple[Mapping[Tensor, Tensor], list[Tensor]]:
+        """Q [G~ / (S + lambda)^power] for the parameters that have a gradient.
 
         Returns:
             The directions, and tensors that are finite if and only if all of them are. Directions may lie in
             room that the next call uses again.
         """
-        gradients = given.gradients
-        present = [layer.weight in gradients for layer in self.layers]
-        if not any(present):
-            return {}, []
+        whole = self.basis.unproject(prepared.projected / self._damped(rules, network))
         if self._room is not None:
-            if not all(present):
-                here = (layer for layer, is_here in zip(self.layers, present, strict=True) if is_here)
-                gradients = {p: gradients[p] for layer in here for p in layer.parameters if p in gradients}
-            views = self._room.gather(gradients)
-            whole = self._room.whole
-            whole.copy_(self._direction(whole, given, present, network))
-            return views, [whole]
+            self._room.whole.copy_(whole)
+            return prepared.found, [self._room.whole]
         (layer,) = self.layers
-        bias = None if layer.bias is None else gradients.get(layer.bias)
-        matrix = layer.to_matrix(gradients[layer.weight], bias)
-        whole = self._direction(matrix, given, present, network)
         parts = dict(zip(layer.parameters, layer.from_matrix(whole), strict=True))
-        found: dict[Tensor, Tensor] = {p: part for p, part in parts.items() if p in gradients}
+        found: dict[Tensor, Tensor] = {p: part for p, part in parts.items() if p in prepared.found}
         is_cast = any(part.dtype != whole.dtype for part in found.values())  # and may have left the range
         return found, list(found.values()) if is_cast else [whole]
-
-    def _direction(self, matrix: Tensor, given: StepInputs, present: list[bool], network: Network) -> Tensor:
-        """Of gradient matrices [G, d_out, d_in]."""
-        projected = self.basis.project(matrix)
-        if self._motion is not None:
-            momenta = [given.momenta[layer.name] for layer in self.layers]
-            projected = self._motion.advance(projected, momenta, present, given.finite)
-        return self.basis.unproject(projected / self._damped(given.rules, network))
 
     def _damped(self, rules: Mapping[str, DampingRule], network: Network) -> Tensor:
         """(S + lambda)^power, [G, d_out, d_in]: kept where it is small and stays, else for the moment."""
@@ -241,11 +259,17 @@ class Room:
 
 
 def _with_mean(spectrum: Spectrum, mean: Tensor) -> Spectrum:
-    """The product of eigenvalues with the scale sigma at which its mean is the given one, [G, 1, 1]."""
+    """The product of eigenvalues with the scale sigma at which its mean is the given one, [G, 1, 1].
+
+    Factors of which nothing is known yet, of a layer that no gradient had reached, count as identities.
+    """
     basis = spectrum.basis
-    means = basis.values_in.mean(1) * basis.values_out.mean(1)
-    scale = mean[:, 0, 0] / means.clamp_min(torch.finfo(means.dtype).tiny)
-    return replace(spectrum, basis=basis._replace(scale=scale))
+    means = (basis.values_in.mean(1) * basis.values_out.mean(1))[:, None]
+    known = means > 0
+    values_in, values_out = (torch.where(known, own, 1.0) for own in (basis.values_in, basis.values_out))
+    scale = mean[:, 0, 0] / torch.where(known, means, 1.0)[:, 0]
+    moved = basis._replace(values_in=values_in, values_out=values_out, scale=scale)
+    return replace(spectrum, basis=moved)
 
 
 def _to_power(denominators: Tensor, power: float) -> Tensor:

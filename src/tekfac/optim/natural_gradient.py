@@ -20,7 +20,7 @@ from tekfac.common.phases import Phase
 from tekfac.common.precision import without_autocast
 from tekfac.curvature.blocks.block_diagonal import BlockDiagonal
 from tekfac.curvature.blocks.kronecker import KroneckerBlock
-from tekfac.curvature.layer_curvature import Due, NonFiniteStatisticsError, Recipe
+from tekfac.curvature.layer_curvature import Due, LayerCurvature, NonFiniteStatisticsError, Recipe
 from tekfac.curvature.motion import StepForm
 from tekfac.curvature.network import LayerSignals, NetworkCurvature
 from tekfac.curvature.rescaling import PRODUCT
@@ -253,12 +253,12 @@ class NaturalGradient(Optimizer):
     @classmethod
     def natural(cls, model: nn.Module, **overrides: Any) -> Self:
         """The natural gradient proper, (F_hat + damping)^-1 g; keywords override single settings."""
-        return cls(model, **{**natural_settings(cls.method), **overrides})
+        return cls(model, **_overridden(natural_settings(cls.method), overrides))
 
     @classmethod
     def paper(cls, model: nn.Module, **overrides: Any) -> Self:
         """The optimizer with the paper's reading of every setting; keywords override single ones."""
-        return cls(model, **{**paper_settings(cls.method), **overrides})
+        return cls(model, **_overridden(paper_settings(cls.method), overrides))
 
     # -- what is where ---------------------------------------------------------------------------------
 
@@ -313,6 +313,8 @@ class NaturalGradient(Optimizer):
         """A layer's weight and bias may differ in lr and weight decay, not in what precedes the direction."""
         groups = self._group_of()
         shared = ("damping", "momentum") if self._form.momentum_before else ("damping",)
+        for group in self.param_groups:
+            self._form.require_memory(group["momentum"])
         for layer in self._layers.values():
             for setting in shared:
                 values = [groups[parameter][setting] for parameter in layer.parameters]
@@ -403,11 +405,14 @@ class NaturalGradient(Optimizer):
                 natural, wholes = self._natural(raw, rules, None if waits else finite)
                 if not self._gathers:
                     finite = all_finite([*wholes, *(own for p, own in raw.items() if p not in natural)])
+                elif any(whole.dtype == torch.float16 for whole in wholes):  # whose range is small
+                    both = all_finite(wholes), finite
+                    finite = torch.stack([own for own in both if own is not None]).all()
         except Exception:
-            self._network.blocks = before
+            self._put_back(before)
             raise
-        if waits and finite is not None and not self._gathers and not bool(finite):
-            self._network.blocks = before
+        if waits and finite is not None and not bool(finite):
+            self._put_back(before)
             return in_words({**raw, **natural}, self._names)
         # Update.
         self._capture.clear()
@@ -418,6 +423,11 @@ class NaturalGradient(Optimizer):
         self._skipped_in_a_row = 0
         self._arm()
         return None
+
+    def _put_back(self, blocks: dict[str, LayerCurvature]) -> None:
+        """Forget what a step has refreshed, unless something was gathered in the new bases already."""
+        if not self._form.gathers:
+            self._network.blocks = blocks
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the gradients, and the statistics of the backward passes that made them."""
@@ -627,11 +637,15 @@ class NaturalGradient(Optimizer):
 
     @property
     def curvature(self) -> BlockDiagonal[KroneckerBlock]:
-        """The Fisher block of every layer seen so far, by layer name, as it is now (see tekfac.fisher)."""
+        """The Fisher block of every layer seen so far, by layer name, as it is now (see tekfac.fisher).
+
+        Moving second moments are those of gradients, not of the Fisher: with them the block's diagonal is the
+        product of the factors' eigenvalues.
+        """
         return self._network.block_diagonal()
 
     def signals(self) -> dict[str, LayerSignals]:
-        """Trace, damping and condition of every layer seen so far, by layer name: for logs and monitors."""
+        """Trace, damping and condition of what divides gradients, by layer name: for logs and monitors."""
         return self._network.signals(self._damping_rules())
 
     @property
@@ -717,6 +731,12 @@ class NaturalGradient(Optimizer):
             f"{type(self).__name__} watches a live model and cannot be copied or pickled. Save its "
             "state_dict() and load that into an optimizer made for the other model."
         )
+
+
+def _overridden(preset: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
+    """A preset with other values for some settings, without those that mean nothing then."""
+    moves = overrides.get("rescaling") == "moving"
+    return {**{k: v for k, v in preset.items() if not (moves and k == "rescaling_every")}, **overrides}
 
 
 def _require_one_process(optimizer: str) -> None:

@@ -112,6 +112,11 @@ class Settings(Measurement):
             )
         if self.kl_clip is not None:
             _require_positive("kl_clip", self.kl_clip, "a positive number, or None for no clipping")
+            if self.momentum_at == "before":
+                raise ValueError(
+                    f"Invalid kl_clip: {self.kl_clip!r} with momentum_at='before'. Expected None there: it "
+                    "bounds a step along the gradient of one batch, as .natural(model, kl_clip=...) takes it."
+                )
         if self.first_order_lr is not None:
             _require_positive("first_order_lr", self.first_order_lr, "a positive number")
         if self.turns != AUTO and not isinstance(self.turns, bool):

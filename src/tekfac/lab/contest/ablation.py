@@ -128,6 +128,8 @@ def _training_loss(outcome: Outcome) -> float:
 
 def spread(values: Sequence[float]) -> str:
     """Mean ± standard deviation."""
+    if not all(map(math.isfinite, values)):
+        return "diverged"
     if len(values) < 2:
         return f"{mean(values):.4g}"
     return f"{mean(values):.4g} ± {stdev(values):.2g}"
@@ -135,6 +137,8 @@ def spread(values: Sequence[float]) -> str:
 
 def gap(values: Sequence[float], others: Sequence[float]) -> str:
     """The mean difference ± its standard error."""
+    if not all(map(math.isfinite, (*values, *others))):
+        return ""
     gaps = [own - other for own, other in zip(values, others, strict=True)]
     if not any(gaps):
         return "–"

@@ -7,7 +7,7 @@ import multiprocessing
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -85,8 +85,9 @@ class Outcome:
         return self.scores[-1][2]
 
     def plain(self) -> dict[str, Any]:
-        """As plain values."""
-        return asdict(self)
+        """As plain values; None for numbers that there are none."""
+        scores = [(steps, seconds, _or_none(score)) for steps, seconds, score in self.scores]
+        return {"scores": scores, "training_loss": _or_none(self.training_loss)}
 
 
 def run(job: Job) -> Outcome:
@@ -117,6 +118,10 @@ def run(job: Job) -> Outcome:
             scores.append((step + 1, seconds, score if math.isfinite(score) else DIVERGED))
     last = losses[-max(1, job.steps // 10) :]
     return Outcome(scores, sum(last) / len(last))
+
+
+def _or_none(number: float) -> float | None:
+    return number if math.isfinite(number) else None
 
 
 def _parts(optimizer: Stepping) -> Sequence[Optimizer]:

@@ -60,7 +60,6 @@ class Task:
         measure: what the score is.
         likelihood: of the model's outputs, for methods that draw labels.
         prepare: makes a training of a seed, from the folder with the image data.
-        data: the official data set that it needs.
         warmup: share of the steps in which the learning rate rises.
         final: share of the learning rate that is left in the end, after a cosine.
     """
@@ -71,7 +70,6 @@ class Task:
     measure: str
     prepare: Callable[[int, Path | None], Training]
     likelihood: str = "categorical"
-    data: str | None = None
     warmup: float = 0.05
     final: float = 0.1
 
@@ -273,7 +271,6 @@ TASKS: Mapping[str, Task] = {
             474,
             ERRORS,
             partial(_images, data="cifar10", train=10_000, make=_half_resnet, augment=True),
-            data="cifar10",
             final=0.0,
         ),
         Task(
@@ -282,7 +279,6 @@ TASKS: Mapping[str, Task] = {
             426,
             ERRORS,
             partial(_images, data="svhn", train=9_000, make=_plain_cnn, augment=False),
-            data="svhn",
             final=0.0,
         ),
         Task("classifier", "a text classifier by an encoder", 600, NATS, _classifier),
@@ -293,7 +289,6 @@ TASKS: Mapping[str, Task] = {
             "mean squared error",
             _autoencoder,
             likelihood="gaussian",
-            data="svhn",
         ),
     )
 }
