@@ -372,6 +372,24 @@ def test_half_precision_that_a_direction_leaves_is_not_moved_along_it() -> None:
     assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
 
 
+def test_a_momentum_that_is_changed_after_loading_is_heeded() -> None:
+    """As by a scheduler that cycles it; loading puts new groups in place."""
+    ends = []
+    for loaded in (False, True):
+        model = mlp()
+        optimizer = TEKFAC(model, lr=0.01, seed=0)
+        train(model, optimizer, vectors(1))
+        if loaded:
+            optimizer.load_state_dict(optimizer.state_dict())
+        optimizer.param_groups[0]["momentum"] = 0.5
+        train(model, optimizer, vectors(3))
+        ends.append(everything(model, optimizer))
+    assert_identical(*ends)
+    motion = optimizer._network.motions["0"].first
+    assert motion is not None
+    assert motion.weight == pytest.approx(1 + 0.5 * (1 + 0.5 * (1 + 0.5 * 1)))
+
+
 def test_settings_that_do_not_go_together_are_refused() -> None:
     with pytest.raises(ValueError, match=r"Invalid kl_clip: 0.001 with momentum_at='before'"):
         TEKFAC(mlp(), kl_clip=1e-3)

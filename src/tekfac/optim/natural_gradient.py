@@ -232,6 +232,7 @@ class NaturalGradient(Optimizer):
         self._skipping = Skipping(next(iter(self._names)).device)
         self._rules: Mapping[str, DampingRule] = {}
         self._rules_of: list[Any] = []
+        self._layer_groups: Mapping[str, Mapping[str, Any]] = {}
         self._highest_lr: list[float] = []
         self._refresh_seconds = 0.0
         self._is_made = False  # torch adds the first groups by the method that users add others with
@@ -330,7 +331,7 @@ class NaturalGradient(Optimizer):
         Raises:
             ValueError: for a rule that cannot be used, in its own words.
         """
-        given = [(group["damping"], list(map(id, group["params"]))) for group in self.param_groups]
+        given = [(id(g), g["damping"], list(map(id, g["params"]))) for g in self.param_groups]
         if given != self._rules_of or self._rules.keys() != self._layers.keys():
             groups = self._group_of()
             rules = {
@@ -339,6 +340,7 @@ class NaturalGradient(Optimizer):
             }
             self._network.check_rules(rules)
             self._rules, self._rules_of = rules, given
+            self._layer_groups = {name: groups[layer.weight] for name, layer in self._layers.items()}
         return self._rules
 
     def _group_of(self) -> dict[Tensor, dict[str, Any]]:
@@ -505,8 +507,7 @@ class NaturalGradient(Optimizer):
         Returns:
             The directions, and tensors that are finite if and only if all of them are.
         """
-        groups = self._group_of()
-        momenta = {name: groups[layer.weight]["momentum"] for name, layer in self._layers.items()}
+        momenta = {name: group["momentum"] for name, group in self._layer_groups.items()}
         natural, wholes = self._network.directions(StepInputs(raw, rules, momenta, finite))
         clip = self._settings.kl_clip
         if clip is not None and natural:
@@ -528,8 +529,8 @@ class NaturalGradient(Optimizer):
         """What the other parameters move along: AdamW's step, or the raw gradient."""
         found = dict(raw)
         if raw and self._settings.first_order_step == "adamw":
-            groups = self._group_of()
-            found = adam_directions(raw, self.state, {p: groups[p]["momentum"] for p in raw}, finite)
+            pairs = ((p, group["momentum"]) for group in self.param_groups for p in group["params"])
+            found = adam_directions(raw, self.state, {p: beta for p, beta in pairs if p in raw}, finite)
         for parameter in self._unseen_parameters():
             if parameter in found:
                 found[parameter] = found[parameter] * self._first_order_ratio
