@@ -99,6 +99,8 @@ def test_a_run_takes_its_settings_from_the_arguments(capsys: pytest.CaptureFixtu
         "1e-2",
         "--option",
         "beta='scale'",
+        "--option",
+        "momentum_at=after",
         "--epochs",
         "2",
     ]

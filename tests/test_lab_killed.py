@@ -120,6 +120,7 @@ lr = [0.03, 0.3]
 optimizer = "ekfac"
 lr = [0.003, 0.03]
 "options.kl_clip" = 0.001
+"options.momentum_at" = "after"
 """
 
 

@@ -33,7 +33,7 @@ SETTINGS = {"adam": {"lr": 1e-3}, "sgdm": {"lr": 0.1}, "sgd": {"lr": 0.1}, "adam
 
 
 def config_of(optimizer: str, **changes: Any) -> RunConfig:
-    natural: dict[str, Any] = {"lr": 1e-2, "options": {"kl_clip": 1e-3, "factors_every": 4, "basis_every": 4}}
+    natural: dict[str, Any] = {"lr": 1e-2, "options": {"damping": 1e-3, "factors_every": 4, "basis_every": 4}}
     return replace(TINY, optimizer=optimizer, threads=1, **{**SETTINGS.get(optimizer, natural), **changes})
 
 

@@ -106,7 +106,7 @@ def test_where_second_moments_move_none_has_an_interval_for_them_and_all_have_a_
 ) -> None:
     with pytest.raises(TypeError, match=r"takes no 'rescaling_every': second moments move at every step"):
         method(mlp(), rescaling_every=10)
-    assert method(mlp(), rescaling_decay=0.9)._form.moving_decay == 0.9
+    assert method(mlp(), rescaling_decay=0.98)._form.moving_decay == 0.98
 
 
 @pytest.mark.parametrize("method", [KFAC, EKFAC])

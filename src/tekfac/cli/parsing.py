@@ -84,7 +84,7 @@ def pair(text: str) -> tuple[str, Any]:
     """KEY=VALUE; the value as in TOML (numbers, true, lists), or else as text."""
     key, equals, value = text.partition("=")
     if not equals or not key:
-        raise ValueError(f"Cannot read {text!r}. Expected KEY=VALUE, such as kl_clip=0.001.")
+        raise ValueError(f"Cannot read {text!r}. Expected KEY=VALUE, such as factors_every=20.")
     try:
         return key.strip(), tomllib.loads(f"value = {value}")["value"]
     except tomllib.TOMLDecodeError:

@@ -114,7 +114,7 @@ def skipped_step(optimizer: str, step: int, skipped: int, in_a_row: int, problem
     if in_a_row == SKIPS_TOLD:
         problem += (
             f". {in_a_row} steps in a row were skipped: training has probably diverged. Go back to a "
-            "checkpoint and raise damping, set kl_clip (1e-3) or lower lr. More skips are told now and then"
+            "checkpoint and lower lr or raise damping. More skips are told now and then"
         )
     if in_a_row <= SKIPS_TOLD or str(in_a_row).strip("0") == "1":
         logger.warning(
