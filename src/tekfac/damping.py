@@ -32,7 +32,7 @@ DEFAULT_DAMPING = 1e-2
 """With this lambda and the default lr of 1e-3 no direction moves further than SGD's at 0.1."""
 
 DEFAULT_SHARE = 0.003
-"""Of the mean of S. On a GPT less was better, on images more; see docs/results/ablation."""
+"""Of the mean of S. Ten times as much is worse on a GPT, ten times less the same; see docs/results/ablation."""
 
 DEFAULT_TRACE_FLOOR = 1e-2
 

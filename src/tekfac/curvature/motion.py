@@ -8,7 +8,7 @@ The projected gradient G~ = Q_out^T G Q_in of every step enters two running aver
 
 which turn with the basis. A direction is Q_out [M' / (S + lambda)^power] Q_in^T, where M' is M after the same
 gradient once more: Nesterov's momentum. Averages are right from their first value on, as those of averages.py.
-See docs/mathematics.md, section 6.
+See docs/mathematics.md, section 7.
 """
 
 from __future__ import annotations
