@@ -15,10 +15,11 @@ from torch import Tensor, nn
 from tekfac.cli.main import main
 from tekfac.lab.bench.contestants import Contestant
 from tekfac.lab.contest import ablation, running, tasks
-from tekfac.lab.contest.ablation import VARIANTS, Ablation, gap, page, spread
+from tekfac.lab.contest.ablation import VARIANTS, Ablation, page
 from tekfac.lab.contest.running import Entry, Job, Outcome, run
 from tekfac.lab.contest.tasks import TASKS, Kept, Task, Training
 from tekfac.lab.contest.text import standard_library, windows
+from tekfac.lab.contest.words import gap, spread
 from training import mlp, vectors
 
 SEEN: list[Tensor] = []
@@ -131,7 +132,7 @@ def test_the_command_writes_a_page_and_all_curves(tmp_path: Path, capsys: pytest
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
-        (["ablation"], "An ablation needs --task NAME"),
+        (["ablation"], "ablation needs --task NAME"),
         (["ablation", "--task", "gtp"], "Did you mean 'gpt'?"),
         (["ablation", "--task", "gpt", "--variants", "drawn label"], "Did you mean 'drawn labels'?"),
         (["ablation", "--task", "gpt", "--models", "vgg16"], "--models has no place here"),

@@ -11,12 +11,14 @@ from tekfac.common.console import remark
 from tekfac.lab import recipes
 from tekfac.lab.config import PLACE
 from tekfac.lab.contest.ablation import VARIANTS, Ablation, ablate
+from tekfac.lab.contest.contest import ENTRANTS, Contest, compete
 from tekfac.lab.contest.tasks import TASKS
 from tekfac.lab.report import Asked, present, require_reports
 from tekfac.lab.reproducing import EXPERIMENTS, SCALE_NOTES, SENSITIVE, Wish
 
 ALL = "all"
-ABLATION = "ablation"
+ABLATION, CONTEST = "ablation", "contest"
+OF_A_TASK = (ABLATION, CONTEST)
 SAME_RUNS = "figure-curves"
 """Drawn by table-accuracy, too."""
 
@@ -32,6 +34,7 @@ Run the paper's experiments and put its numbers beside ours.
   figure-sensitivity  accuracy over learning rate and vartheta
   all
   ablation            TEKFAC's default step with one piece changed at a time, on a task (--task; ours)
+  contest             TEKFAC, AdamW, SOAP and others on a task, only the learning rate tuned (--task; ours)
 
 The scale "paper" is the real thing, for a GPU and days; "small" is the same code on a reduced budget, which two
 CPU cores finish within an hour. In the small scale every optimizer first gets the best of five
@@ -41,13 +44,15 @@ settings (--no-tune leaves that out). What was interrupted goes on when the same
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's arguments."""
-    names = ", ".join((*EXPERIMENTS, ABLATION))
+    names = ", ".join((*EXPERIMENTS, *OF_A_TASK))
     parser.add_argument("experiment", metavar="EXPERIMENT", help=f"{names} or {ALL}")
-    group = parser.add_argument_group("the ablation")
+    group = parser.add_argument_group("the ablation and the contest")
     told = f"of {', '.join(TASKS)} (default: none, it must be named)"
     group.add_argument("--task", metavar="NAME", help=told)
-    told = "what to change, of the names in docs/results/ablation (default: everything)"
+    told = "what the ablation changes, of the names in docs/results/ablation (default: everything)"
     group.add_argument("--variants", metavar="NAME,...", help=told)
+    told = f"who takes part in the contest, of {', '.join(ENTRANTS)} (default: all)"
+    group.add_argument("--entrants", metavar="NAME,...", help=told)
     parser.add_argument("--scale", choices=recipes.SCALES, default="small", help="how much of it")
     told = "folder with the official folders of the data sets (default: see tekfac data)"
     parser.add_argument("--data-dir", metavar="DIR", help=told)
@@ -64,13 +69,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> None:
     """Run, then report."""
-    if options.experiment == ABLATION:
-        run_ablation(options)
+    if options.experiment in OF_A_TASK:
+        run_task(options)
         return
-    run_arguments.refuse(options, ["task", "variants"], f"it is for {ABLATION}")
+    run_arguments.refuse(options, ["task", "variants", "entrants"], f"it is for {' and '.join(OF_A_TASK)}")
     require_reports()
     if options.experiment not in (*EXPERIMENTS, ALL):
-        hint = nearest(options.experiment, (*EXPERIMENTS, ABLATION, ALL))
+        hint = nearest(options.experiment, (*EXPERIMENTS, *OF_A_TASK, ALL))
         raise ValueError(f"Unknown experiment: {options.experiment!r}.{hint}")
     if options.experiment in OF_ONE_TASK:
         one = "{2} on {0} with {1}".format(*SENSITIVE)
@@ -104,21 +109,26 @@ def run(options: argparse.Namespace) -> None:
         present(outcome.folders, out / name, asked)
 
 
-def run_ablation(options: argparse.Namespace) -> None:
-    """Run the ablation of a task, and show its table."""
+def run_task(options: argparse.Namespace) -> None:
+    """Run the ablation of a task or a contest in it, and show its table."""
     of_paper = ["data", "models", "optimizers", "tune", "device", "threads", "workers"]
-    run_arguments.refuse(options, of_paper, "an ablation has a task, and one thread for each run")
+    run_arguments.refuse(options, of_paper, f"{options.experiment} has a task, and one thread per run")
     if options.task is None:
-        raise ValueError(f"An ablation needs --task NAME, one of {', '.join(TASKS)}.")
-    variants = tuple(VARIANTS) if options.variants is None else tuple(options.variants.split(","))
-    wish = Ablation(
-        task=options.task,
-        variants=tuple(dict.fromkeys(("default", *variants))),
-        seeds=run_arguments.seeds(options),
-        processes=options.jobs or 1,
-        folder=None if options.data_dir is None else Path(options.data_dir),
-    )
-    print(ablate(wish, options.out / ABLATION, options.command_line, remark))
+        raise ValueError(f"{options.experiment} needs --task NAME, one of {', '.join(TASKS)}.")
+    seeds, processes = run_arguments.seeds(options), options.jobs or 1
+    folder = None if options.data_dir is None else Path(options.data_dir)
+    out: Path = options.out / options.experiment
+    if options.experiment == ABLATION:
+        run_arguments.refuse(options, ["entrants"], f"it is for {CONTEST}")
+        variants = tuple(VARIANTS) if options.variants is None else tuple(options.variants.split(","))
+        chosen = tuple(dict.fromkeys(("default", *variants)))
+        ablation = Ablation(options.task, chosen, seeds, processes, folder)
+        print(ablate(ablation, out, options.command_line, remark))
+    else:
+        run_arguments.refuse(options, ["variants"], f"it is for {ABLATION}")
+        entrants = tuple(ENTRANTS) if options.entrants is None else tuple(options.entrants.split(","))
+        contest = Contest(options.task, entrants, seeds, processes, folder)
+        print(compete(contest, out, options.command_line, remark))
 
 
 def _listed(text: str | None, name: str, known: tuple[str, ...]) -> tuple[str, ...]:

@@ -172,6 +172,14 @@ def _checked(kind: Callable[..., Stepping], model: nn.Module, keywords: Mapping[
     return kind(model.parameters(), **keywords)
 
 
+def _schedule_free(model: nn.Module, keywords: Mapping[str, Any]) -> Stepping:
+    """AdamW whose weights are averaged instead of its learning rate lowered; in its state of training."""
+    kind = require("pytorch_optimizer", "Schedule-free AdamW").ScheduleFreeAdamW
+    optimizer = _checked(kind, model, keywords)
+    optimizer.train()  # type: ignore[attr-defined]
+    return optimizer
+
+
 def _muon(model: nn.Module, keywords: Mapping[str, Any]) -> Stepping:
     """Muon for what it is made for, AdamW for the rest."""
     if not hasattr(torch.optim, "Muon"):
@@ -197,6 +205,7 @@ MAKERS: Mapping[str, Callable[[nn.Module, Mapping[str, Any]], Stepping]] = {
     "soap": _soap,
     "shampoo": _shampoo,
     "muon": _muon,
+    "schedule-free": _schedule_free,
 }
 INTERVAL_OF = {"soap": "precondition_frequency", "shampoo": "preconditioning_compute_steps"}
 """The keyword of a rival's interval."""
@@ -205,7 +214,7 @@ AFTER_INTERVAL = ("shampoo",)
 """Those that count steps from 1."""
 
 WITH_INTERVAL = (*NATURAL, *INTERVAL_OF)
-ALL = (REFERENCE, "adamw", *NATURAL, "soap", "shampoo", "muon")
+ALL = (REFERENCE, "adamw", *NATURAL, "soap", "shampoo", "muon", "schedule-free")
 """The names of all."""
 
 

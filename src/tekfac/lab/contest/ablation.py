@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import mean, stdev
 
 import torch
 
@@ -15,6 +13,7 @@ from tekfac.common.files import make_folder, write_json, write_text
 from tekfac.damping import Relative
 from tekfac.lab.contest.running import Entry, Job, Outcome, run_all
 from tekfac.lab.contest.tasks import TASKS
+from tekfac.lab.contest.words import gap, spread
 from tekfac.lab.provenance import provenance
 
 LR = 1e-2
@@ -68,7 +67,7 @@ class Ablation:
     def __post_init__(self) -> None:
         for name, known in ((self.task, TASKS), *((variant, VARIANTS) for variant in self.variants)):
             if name not in known:
-                raise ValueError(f"Unknown: {name!r}.{nearest(name, known)} There are {', '.join(known)}.")
+                raise ValueError(f"Unknown: {name!r}.{nearest(name, known)}")
 
     @property
     def steps(self) -> int:
@@ -124,24 +123,3 @@ def _final(outcome: Outcome) -> float:
 
 def _training_loss(outcome: Outcome) -> float:
     return outcome.training_loss
-
-
-def spread(values: Sequence[float]) -> str:
-    """Mean ± standard deviation."""
-    if not all(map(math.isfinite, values)):
-        return "diverged"
-    if len(values) < 2:
-        return f"{mean(values):.4g}"
-    return f"{mean(values):.4g} ± {stdev(values):.2g}"
-
-
-def gap(values: Sequence[float], others: Sequence[float]) -> str:
-    """The mean difference ± its standard error."""
-    if not all(map(math.isfinite, (*values, *others))):
-        return ""
-    gaps = [own - other for own, other in zip(values, others, strict=True)]
-    if not any(gaps):
-        return "–"
-    if len(gaps) < 2:
-        return f"{gaps[0]:+.3g}"
-    return f"{mean(gaps):+.3g} ± {stdev(gaps) / math.sqrt(len(gaps)):.2g}"

@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 import multiprocessing
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -15,13 +16,19 @@ import torch
 from torch.optim import Optimizer
 
 from tekfac.lab.bench.contestants import Contestant, Stepping, Together
-from tekfac.lab.contest.tasks import TASKS, Kept
+from tekfac.lab.contest.tasks import TASKS, Kept, Training
 
 LOOKS = 20
 """How often a run is scored, at equal distances."""
 
 DIVERGED = math.inf
 """Stands for a score that is not a number."""
+
+WITHOUT_SCHEDULE = ("schedule-free",)
+"""Optimizers whose learning rate rises as the others' does, and then stays."""
+
+PASSES_FOR_NORMS = 10
+"""Of training batches, by which norms learn the statistics of averaged weights."""
 
 
 @dataclass(frozen=True)
@@ -89,12 +96,19 @@ class Outcome:
         scores = [(steps, seconds, _or_none(score)) for steps, seconds, score in self.scores]
         return {"scores": scores, "training_loss": _or_none(self.training_loss)}
 
+    @classmethod
+    def of_plain(cls, plain: Mapping[str, Any]) -> Outcome:
+        """The outcome that `plain` was made of."""
+        scores = [(steps, seconds, _or_diverged(score)) for steps, seconds, score in plain["scores"]]
+        return cls(scores, _or_diverged(plain["training_loss"]))
+
 
 def run(job: Job) -> Outcome:
     """Train, with one thread, and look at the score now and then; its time does not count."""
     torch.set_num_threads(1)
     task = TASKS[job.task]
     training = task.prepare(job.seed, job.folder)
+    share_of_lr = task.rising if job.entry.optimizer in WITHOUT_SCHEDULE else task.share_of_lr
     contestant = Contestant(job.entry.optimizer, options={**job.entry.options, "lr": job.entry.lr})
     if contestant.is_ours:
         told = {"likelihood": task.likelihood, **contestant.options}
@@ -105,7 +119,7 @@ def run(job: Job) -> Outcome:
     for step in range(job.steps):
         inputs, targets = training.batch(step)
         for group, rate in rates:
-            group["lr"] = rate * task.share_of_lr(step, job.steps)
+            group["lr"] = rate * share_of_lr(step, job.steps)
         start = time.perf_counter()
         optimizer.zero_grad()
         loss = training.loss(training.model(inputs), targets)
@@ -114,14 +128,35 @@ def run(job: Job) -> Outcome:
         seconds += time.perf_counter() - start
         losses.append(loss.item())
         if (step + 1) * LOOKS // job.steps > step * LOOKS // job.steps:
-            score = training.score(job.kept)
+            with _as_used(optimizer, training):
+                score = training.score(job.kept)
             scores.append((step + 1, seconds, score if math.isfinite(score) else DIVERGED))
     last = losses[-max(1, job.steps // 10) :]
     return Outcome(scores, sum(last) / len(last))
 
 
+@contextmanager
+def _as_used(optimizer: Stepping, training: Training) -> Iterator[None]:
+    """The weights that an optimizer would have used, where they are others than those it trains."""
+    if not hasattr(optimizer, "eval"):
+        yield
+        return
+    optimizer.eval()
+    with torch.no_grad():
+        for step in range(PASSES_FOR_NORMS):
+            training.model(training.batch(step)[0])
+    try:
+        yield
+    finally:
+        optimizer.train()  # type: ignore[attr-defined]
+
+
 def _or_none(number: float) -> float | None:
     return number if math.isfinite(number) else None
+
+
+def _or_diverged(number: float | None) -> float:
+    return DIVERGED if number is None else number
 
 
 def _parts(optimizer: Stepping) -> Sequence[Optimizer]:
@@ -132,13 +167,19 @@ def _parts(optimizer: Stepping) -> Sequence[Optimizer]:
     return [optimizer]
 
 
-def run_all(jobs: Iterable[Job], processes: int, say: Callable[[str], None]) -> list[Outcome]:
-    """The outcome of every job, in their order; several at a time."""
+def run_all(
+    jobs: Iterable[Job],
+    processes: int,
+    say: Callable[[str], None],
+    keep: Callable[[Job, Outcome], None] = lambda job, outcome: None,
+) -> list[Outcome]:
+    """The outcome of every job, in their order; several at a time. Each is kept as soon as it is there."""
     jobs = list(jobs)
     found: list[Outcome] = []
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(processes, mp_context=context) as pool:
         for job, outcome in zip(jobs, pool.map(run, jobs), strict=True):
             say(f"{job.task}, {job.entry.in_words}, seed {job.seed}: {outcome.final:.4f}")
+            keep(job, outcome)
             found.append(outcome)
     return found

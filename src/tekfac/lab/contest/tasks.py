@@ -73,11 +73,14 @@ class Task:
     warmup: float = 0.05
     final: float = 0.1
 
+    def rising(self, step: int, steps: int) -> float:
+        """The part of the learning rate, at a step of so many, that a linear start leaves."""
+        return min(1.0, (step + 1) / max(1.0, self.warmup * steps))
+
     def share_of_lr(self, step: int, steps: int) -> float:
         """Of the learning rate, at a step of so many: a linear start, then a cosine."""
-        rising = min(1.0, (step + 1) / max(1.0, self.warmup * steps))
         falling = 0.5 * (1 + math.cos(math.pi * min(1.0, step / steps)))
-        return rising * (self.final + (1 - self.final) * falling)
+        return self.rising(step, steps) * (self.final + (1 - self.final) * falling)
 
 
 # -- text ----------------------------------------------------------------------------------------------------

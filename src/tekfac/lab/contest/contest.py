@@ -1,0 +1,217 @@
+"""The contest: on each task only the learning rate of every optimizer is tuned, on data that were kept back.
+
+    tune      every entrant, on a grid of learning rates, until its best one lies inside
+    run       each with its best one, several seeds, scored on the test data
+    borrow    TEKFAC with the rate that is best for AdamW, as somebody has it who changes one line
+
+Finished runs are kept in a ledger, one line each, so that an interrupted contest goes on where it was.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tekfac.common.checks import nearest
+from tekfac.common.files import make_folder, write_json, write_text
+from tekfac.lab.bench.contestants import Contestant, hidden_matrices
+from tekfac.lab.contest import rates, standing
+from tekfac.lab.contest.running import Entry, Job, Outcome, run_all
+from tekfac.lab.contest.tasks import TASKS
+from tekfac.lab.provenance import commit, provenance
+
+TUNING_SEED = 1000
+"""Of the runs by which learning rates are chosen."""
+
+TUNING_STEPS = {"gpt": 300, "resnet": 237, "cnn": 213, "classifier": 300, "autoencoder": 300}
+"""Of the runs by which learning rates are chosen: about half of a whole one, with its own schedule."""
+
+
+@dataclass(frozen=True)
+class Entrant:
+    """An optimizer whose learning rate is tuned.
+
+    Attributes:
+        optimizer: a name of the benchmark's contestants.
+        middle: of the learning rates that are tried first, as a place on the grid of `rates`.
+        options: its other settings.
+    """
+
+    optimizer: str
+    middle: int
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+    def at(self, place: int) -> Entry:
+        """With a learning rate."""
+        return Entry(self.optimizer, rates.rate(place), self.options)
+
+
+ENTRANTS: Mapping[str, Entrant] = {
+    "TEKFAC": Entrant("tekfac", -4),
+    "EKFAC": Entrant("ekfac", -4),
+    "SOAP": Entrant("soap", -4, {"betas": (0.95, 0.95)}),
+    "Muon": Entrant("muon", -4, {"adjust_lr_fn": "match_rms_adamw", "weight_decay": 0.01}),
+    "schedule-free AdamW": Entrant("schedule-free", -4),
+    "AdamW": Entrant("adamw", -5),
+    "SGDM": Entrant("sgd", -2),
+}
+"""All that take part, by their names in the tables."""
+
+OURS, USUAL = "TEKFAC", "AdamW"
+BORROWED = "TEKFAC at AdamW's rate"
+
+
+@dataclass(frozen=True)
+class Contest:
+    """What is to be run.
+
+    Attributes:
+        task: its name.
+        entrants: names in ENTRANTS.
+        seeds: of the runs with the best learning rates.
+        processes: that run at the same time.
+        folder: with the image data.
+    """
+
+    task: str
+    entrants: Sequence[str]
+    seeds: Sequence[int]
+    processes: int
+    folder: Path | None
+
+    def __post_init__(self) -> None:
+        for name, known in ((self.task, TASKS), *((entrant, ENTRANTS) for entrant in self.entrants)):
+            if name not in known:
+                raise ValueError(f"Unknown: {name!r}.{nearest(name, known)}")
+
+    @property
+    def tuning_steps(self) -> int:
+        """Of a run by which a learning rate is chosen."""
+        return TUNING_STEPS.get(self.task, TASKS[self.task].steps)
+
+
+@dataclass
+class Ledger:
+    """The runs that are finished, in a file with a line for each.
+
+    Attributes:
+        path: of the file.
+        runs: outcomes, by job.
+        commits: of the code that made them.
+    """
+
+    path: Path
+    runs: dict[str, Outcome] = field(default_factory=dict)
+    commits: set[str] = field(default_factory=set)
+
+    @classmethod
+    def at(cls, path: Path) -> Ledger:
+        """With what is in a file, if there is one.
+
+        Raises:
+            ValueError: if a line of it is something else.
+        """
+        ledger = cls(path)
+        for number, line in enumerate(path.read_text().splitlines() if path.exists() else (), start=1):
+            try:
+                entry = json.loads(line)
+                ledger.runs[entry["job"]] = Outcome.of_plain(entry["outcome"])
+                ledger.commits.add(entry["commit"])
+            except (ValueError, KeyError, TypeError) as error:
+                raise ValueError(
+                    f"Line {number} of {path} is no finished run. Remove the line to run it again, or give "
+                    "another folder by --out."
+                ) from error
+        return ledger
+
+    def add(self, job: Job, outcome: Outcome) -> None:
+        """Keep a run."""
+        key, made_by = _key(job), commit()
+        self.runs[key] = outcome
+        self.commits.add(made_by)
+        with self.path.open("a") as file:
+            file.write(json.dumps({"job": key, "commit": made_by, "outcome": outcome.plain()}) + "\n")
+
+    def outcomes(self, jobs: Iterable[Job], processes: int, say: Callable[[str], None]) -> list[Outcome]:
+        """Of all jobs; those that are not there yet are run."""
+        jobs = list(jobs)
+        missing = [job for job in jobs if _key(job) not in self.runs]
+        run_all(missing, processes, say, self.add)
+        return [self.runs[_key(job)] for job in jobs]
+
+
+def _key(job: Job) -> str:
+    return f"{job.task}, {job.entry.in_words}, seed {job.seed}, {job.steps} steps, {job.kept}"
+
+
+def compete(wish: Contest, out: Path, command: str, say: Callable[[str], None]) -> str:
+    """Tune, run, and write NAME.md and NAME.json; give the former."""
+    make_folder(out)
+    ledger = Ledger.at(out / f"{wish.task}.jsonl")
+    entrants = present(wish, say)
+    tuned = _tuned(wish, entrants, ledger, say)
+    chosen = {name: ENTRANTS[name].at(rates.best(scores)) for name, scores in tuned.items()}
+    if OURS in chosen and USUAL in chosen:
+        chosen[BORROWED] = ENTRANTS[OURS].at(rates.best(tuned[USUAL]))
+    steps = TASKS[wish.task].steps
+    jobs = [
+        Job(wish.task, entry, seed, steps, folder=wish.folder)
+        for seed in wish.seeds
+        for entry in chosen.values()
+    ]
+    outcomes = ledger.outcomes(jobs, wish.processes, say)
+    final = {name: outcomes[place :: len(chosen)] for place, name in enumerate(chosen)}
+    result = standing.Standing(TASKS[wish.task], wish.tuning_steps, tuned, chosen, final)
+    origin = {
+        **provenance(command, torch.device("cpu")),
+        "commit": ", ".join(sorted(ledger.commits)),
+        "seeds": list(wish.seeds),
+        "threads": 1,
+        "runs at a time": wish.processes,
+    }
+    text = standing.page(result) + "\n".join(f"- {key}: {value}" for key, value in origin.items()) + "\n"
+    write_text(out / f"{wish.task}.md", text)
+    write_json(out / f"{wish.task}.json", {"origin": origin, **result.plain()})
+    return text
+
+
+def present(wish: Contest, say: Callable[[str], None]) -> list[str]:
+    """The entrants that are installed and have something to do in this task's network; of others a word."""
+    model = TASKS[wish.task].prepare(TUNING_SEED, wish.folder).model
+    found = []
+    for name in wish.entrants:
+        entrant = ENTRANTS[name]
+        if entrant.optimizer == "muon" and not hidden_matrices(model):
+            say(f"{name} is left out: {wish.task} has no linear layer inside.")
+            continue
+        try:
+            Contestant(entrant.optimizer, options={"lr": 1e-3, **entrant.options}).make(model)
+        except ImportError as error:
+            say(f"{name} is left out. {error}")
+        else:
+            found.append(name)
+    return found
+
+
+def _tuned(
+    wish: Contest, entrants: Sequence[str], ledger: Ledger, say: Callable[[str], None]
+) -> dict[str, dict[int, float]]:
+    """The scores on the data to tune on, by learning rate's place, of each entrant."""
+    scores: dict[str, dict[int, float]] = {name: {} for name in entrants}
+    wanted = [(name, place) for name in entrants for place in rates.first_places(ENTRANTS[name].middle)]
+    while wanted:
+        jobs = [
+            Job(wish.task, ENTRANTS[name].at(place), TUNING_SEED, wish.tuning_steps, "tuning", wish.folder)
+            for name, place in wanted
+        ]
+        found = ledger.outcomes(jobs, wish.processes, say)
+        for (name, place), outcome in zip(wanted, found, strict=True):
+            scores[name][place] = outcome.final
+        further = {name: rates.next_place(own) for name, own in scores.items()}
+        wanted = [(name, place) for name, place in further.items() if place is not None]
+    return scores
