@@ -19,6 +19,9 @@ from tekfac.lab.contest.ablation import VARIANTS, Ablation, page
 from tekfac.lab.contest.running import Entry, Job, Outcome, run
 from tekfac.lab.contest.tasks import TASKS, Kept, Task, Training
 from tekfac.lab.contest.text import standard_library, windows
+from tekfac.lab.contest.unseen import UNSEEN
+from tekfac.lab.contest.untuned import page as untuned_page
+from tekfac.lab.contest.untuned import score_after
 from tekfac.lab.contest.words import gap, spread
 from training import mlp, vectors
 
@@ -111,6 +114,34 @@ def test_differences_are_those_of_equal_seeds() -> None:
     assert "| AdamW | `adamw, lr=0.003` | 3 ± 0.71 | +0.5 ± 0 | 1.25 ± 0.35 | – |" in text
 
 
+@pytest.mark.parametrize("name", ["table", "digits", "bert"])
+def test_tasks_that_no_default_was_chosen_on_are_learnt_by_both_as_they_come(name: str) -> None:
+    if name == "bert":
+        pytest.importorskip("transformers")
+    for optimizer in ("tekfac", "adamw"):
+        outcome = run(Job(name, Entry(optimizer, None), 0, 40))
+        assert outcome.final < 0.95 * outcome.scores[0][2]
+    assert UNSEEN[name].share_of_lr(0, 40) == UNSEEN[name].share_of_lr(39, 40) == 1
+
+
+def test_scores_are_compared_after_equal_seconds() -> None:
+    slow = Outcome([(10, 2.0, 3.0), (20, 4.0, 1.0)], 1.0)
+    quick = Outcome([(10, 1.5, 4.0), (20, 3.0, 2.5)], 1.0)
+    assert score_after(slow, 3.0) == pytest.approx(2.0)
+    assert score_after(slow, 5.0) == 1.0
+    assert score_after(slow, 1.0) == math.inf
+    text = untuned_page({"table": {"TEKFAC": [slow], "AdamW": [quick]}})
+    assert "| 20 | 2.5 | 1 | -1.5 | 2 | -0.5 | 1.333 |" in text
+
+
+@pytest.mark.slow
+def test_averaged_weights_are_what_is_scored() -> None:
+    """Schedule-free AdamW trains other weights than it would use."""
+    pytest.importorskip("pytorch_optimizer")
+    first = run(Job("tiny", Entry("schedule-free", 1e-2), 3, 40))
+    assert first.final < first.scores[0][2]
+
+
 @pytest.mark.slow
 def test_the_command_writes_a_page_and_all_curves(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """On the real text, in processes of their own, but a few steps."""
@@ -137,6 +168,10 @@ def test_the_command_writes_a_page_and_all_curves(tmp_path: Path, capsys: pytest
         (["ablation", "--task", "gpt", "--variants", "drawn label"], "Did you mean 'drawn labels'?"),
         (["ablation", "--task", "gpt", "--models", "vgg16"], "--models has no place here"),
         (["table-lr", "--task", "gpt"], "--task has no place here"),
+        (["contest"], "contest needs --task NAME"),
+        (["contest", "--task", "gpt", "--variants", "SOAP"], "--variants has no place here"),
+        (["ablation", "--task", "gpt", "--entrants", "SOAP"], "--entrants has no place here"),
+        (["untuned", "--task", "gpt"], "--task has no place here"),
     ],
 )
 def test_bad_arguments_are_told(arguments: list[str], told: str, capsys: pytest.CaptureFixture[str]) -> None:

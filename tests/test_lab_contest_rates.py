@@ -23,9 +23,7 @@ def valley(job: Job) -> Outcome:
     best = {"tekfac": 1e-2, "adamw": 1e-5}[job.entry.optimizer]
     far = abs(math.log10(job.entry.lr / best))
     speed = {"tekfac": 2.0, "adamw": 1.0}[job.entry.optimizer]
-    looks = [
-        (step, 0.1 * step, 3.0 - 2.0 * min(1.0, speed * step / 100) + far) for step in (25, 50, 75, 100)
-    ]
+    looks = [(step, 0.1 * step, 3.0 - 2.0 * min(1.0, speed * step / 100) + far) for step in (25, 50, 75, 100)]
     return Outcome([(step * job.steps // 100, seconds, score) for step, seconds, score in looks], 1.0 + far)
 
 

@@ -13,12 +13,16 @@ from tekfac.lab.config import PLACE
 from tekfac.lab.contest.ablation import VARIANTS, Ablation, ablate
 from tekfac.lab.contest.contest import ENTRANTS, Contest, compete
 from tekfac.lab.contest.tasks import TASKS
+from tekfac.lab.contest.untuned import untuned
 from tekfac.lab.report import Asked, present, require_reports
 from tekfac.lab.reproducing import EXPERIMENTS, SCALE_NOTES, SENSITIVE, Wish
 
 ALL = "all"
-ABLATION, CONTEST = "ablation", "contest"
+ABLATION, CONTEST, UNTUNED = "ablation", "contest", "untuned"
 OF_A_TASK = (ABLATION, CONTEST)
+OURS = (*OF_A_TASK, UNTUNED)
+"""Experiments that are not the paper's."""
+
 SAME_RUNS = "figure-curves"
 """Drawn by table-accuracy, too."""
 
@@ -35,6 +39,7 @@ Run the paper's experiments and put its numbers beside ours.
   all
   ablation            TEKFAC's default step with one piece changed at a time, on a task (--task; ours)
   contest             TEKFAC, AdamW, SOAP and others on a task, only the learning rate tuned (--task; ours)
+  untuned             TEKFAC and AdamW as they come, on tasks that no default was chosen on (ours)
 
 The scale "paper" is the real thing, for a GPU and days; "small" is the same code on a reduced budget, which two
 CPU cores finish within an hour. In the small scale every optimizer first gets the best of five
@@ -44,7 +49,7 @@ settings (--no-tune leaves that out). What was interrupted goes on when the same
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's arguments."""
-    names = ", ".join((*EXPERIMENTS, *OF_A_TASK))
+    names = ", ".join((*EXPERIMENTS, *OURS))
     parser.add_argument("experiment", metavar="EXPERIMENT", help=f"{names} or {ALL}")
     group = parser.add_argument_group("the ablation and the contest")
     told = f"of {', '.join(TASKS)} (default: none, it must be named)"
@@ -69,13 +74,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> None:
     """Run, then report."""
-    if options.experiment in OF_A_TASK:
-        run_task(options)
+    if options.experiment in OURS:
+        run_ours(options)
         return
     run_arguments.refuse(options, ["task", "variants", "entrants"], f"it is for {' and '.join(OF_A_TASK)}")
     require_reports()
     if options.experiment not in (*EXPERIMENTS, ALL):
-        hint = nearest(options.experiment, (*EXPERIMENTS, *OF_A_TASK, ALL))
+        hint = nearest(options.experiment, (*EXPERIMENTS, *OURS, ALL))
         raise ValueError(f"Unknown experiment: {options.experiment!r}.{hint}")
     if options.experiment in OF_ONE_TASK:
         one = "{2} on {0} with {1}".format(*SENSITIVE)
@@ -109,26 +114,34 @@ def run(options: argparse.Namespace) -> None:
         present(outcome.folders, out / name, asked)
 
 
-def run_task(options: argparse.Namespace) -> None:
-    """Run the ablation of a task or a contest in it, and show its table."""
+def run_ours(options: argparse.Namespace) -> None:
+    """Run an experiment that is not the paper's, and show its table."""
     of_paper = ["data", "models", "optimizers", "tune", "device", "threads", "workers"]
-    run_arguments.refuse(options, of_paper, f"{options.experiment} has a task, and one thread per run")
-    if options.task is None:
+    run_arguments.refuse(
+        options, of_paper, f"{options.experiment} has tasks of its own, and one thread per run"
+    )
+    for name, owner in (("task", OF_A_TASK), ("variants", (ABLATION,)), ("entrants", (CONTEST,))):
+        if options.experiment not in owner:
+            run_arguments.refuse(options, [name], f"it is for {' and '.join(owner)}")
+    if options.experiment in OF_A_TASK and options.task is None:
         raise ValueError(f"{options.experiment} needs --task NAME, one of {', '.join(TASKS)}.")
     seeds, processes = run_arguments.seeds(options), options.jobs or 1
     folder = None if options.data_dir is None else Path(options.data_dir)
     out: Path = options.out / options.experiment
     if options.experiment == ABLATION:
-        run_arguments.refuse(options, ["entrants"], f"it is for {CONTEST}")
         variants = tuple(VARIANTS) if options.variants is None else tuple(options.variants.split(","))
         chosen = tuple(dict.fromkeys(("default", *variants)))
-        ablation = Ablation(options.task, chosen, seeds, processes, folder)
-        print(ablate(ablation, out, options.command_line, remark))
-    else:
-        run_arguments.refuse(options, ["variants"], f"it is for {ABLATION}")
+        text = ablate(
+            Ablation(options.task, chosen, seeds, processes, folder), out, options.command_line, remark
+        )
+    elif options.experiment == CONTEST:
         entrants = tuple(ENTRANTS) if options.entrants is None else tuple(options.entrants.split(","))
-        contest = Contest(options.task, entrants, seeds, processes, folder)
-        print(compete(contest, out, options.command_line, remark))
+        text = compete(
+            Contest(options.task, entrants, seeds, processes, folder), out, options.command_line, remark
+        )
+    else:
+        text = untuned(seeds, processes, out, options.command_line, remark)
+    print(text)
 
 
 def _listed(text: str | None, name: str, known: tuple[str, ...]) -> tuple[str, ...]:

@@ -18,10 +18,16 @@ EXTRAS_OF = {
     "tensorboard": ("lab",),
     "PIL": ("lab",),
     "pytorch_optimizer": ("bench",),
+    "transformers": ("huggingface",),
 }
 """The extras of tekfac that bring each package."""
 
-USE_OF = {"fisher": "tekfac.fisher", "lab": "the lab", "bench": "the benchmark"}
+USE_OF = {
+    "fisher": "tekfac.fisher",
+    "lab": "the lab",
+    "bench": "the benchmark",
+    "huggingface": "models of Hugging Face",
+}
 
 
 def require(module: str, purpose: str) -> ModuleType:

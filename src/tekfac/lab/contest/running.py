@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 import multiprocessing
 import time
@@ -17,6 +18,8 @@ from torch.optim import Optimizer
 
 from tekfac.lab.bench.contestants import Contestant, Stepping, Together
 from tekfac.lab.contest.tasks import TASKS, Kept, Training
+from tekfac.lab.contest.unseen import UNSEEN
+from tekfac.lab.optimizers import NATURAL
 
 LOOKS = 20
 """How often a run is scored, at equal distances."""
@@ -37,20 +40,27 @@ class Entry:
 
     Attributes:
         optimizer: a name of the benchmark's contestants.
-        lr: the highest learning rate of the schedule.
+        lr: the highest learning rate of the schedule; None: the optimizer's default.
         options: further keywords.
     """
 
     optimizer: str
-    lr: float
+    lr: float | None
     options: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def in_words(self) -> str:
         """As one would write it down."""
-        return ", ".join(
-            [self.optimizer, f"lr={self.lr:g}", *(f"{key}={value}" for key, value in self.options.items())]
-        )
+        rate = [] if self.lr is None else [f"lr={self.lr:g}"]
+        return ", ".join([self.optimizer, *rate, *(f"{key}={value}" for key, value in self.options.items())])
+
+    def contestant(self, likelihood: str) -> Contestant:
+        """The same for the benchmark; those that draw labels are told from what."""
+        options = dict(self.options)
+        options["lr"] = _default_rate(self.optimizer) if self.lr is None else self.lr
+        if self.optimizer in NATURAL:
+            options.setdefault("likelihood", likelihood)
+        return Contestant(self.optimizer, options=options)
 
 
 @dataclass(frozen=True)
@@ -91,6 +101,11 @@ class Outcome:
         """The last score."""
         return self.scores[-1][2]
 
+    @property
+    def seconds(self) -> float:
+        """Of training, in all."""
+        return self.scores[-1][1]
+
     def plain(self) -> dict[str, Any]:
         """As plain values; None for numbers that there are none."""
         scores = [(steps, seconds, _or_none(score)) for steps, seconds, score in self.scores]
@@ -103,17 +118,19 @@ class Outcome:
         return cls(scores, _or_diverged(plain["training_loss"]))
 
 
+def _default_rate(optimizer: str) -> float:
+    """The learning rate of one that is not told any."""
+    kind = {"adamw": torch.optim.AdamW, **NATURAL}[optimizer]
+    return inspect.signature(kind).parameters["lr"].default  # type: ignore[no-any-return]
+
+
 def run(job: Job) -> Outcome:
     """Train, with one thread, and look at the score now and then; its time does not count."""
     torch.set_num_threads(1)
-    task = TASKS[job.task]
+    task = {**TASKS, **UNSEEN}[job.task]
     training = task.prepare(job.seed, job.folder)
     share_of_lr = task.rising if job.entry.optimizer in WITHOUT_SCHEDULE else task.share_of_lr
-    contestant = Contestant(job.entry.optimizer, options={**job.entry.options, "lr": job.entry.lr})
-    if contestant.is_ours:
-        told = {"likelihood": task.likelihood, **contestant.options}
-        contestant = Contestant(job.entry.optimizer, options=told)
-    optimizer = contestant.make(training.model, job.seed)
+    optimizer = job.entry.contestant(task.likelihood).make(training.model, job.seed)
     rates = [(group, group["lr"]) for part in _parts(optimizer) for group in part.param_groups]
     scores, losses, seconds = [], [], 0.0
     for step in range(job.steps):

@@ -95,10 +95,10 @@ def _gpt(seed: int, folder: Path | None, *, context: int = 128, batch: int = 32)
     model = GPT(text.symbols, context=context, width=64, depth=4, heads=4)
 
     def batch_of(step: int) -> Batch:
-        return windows(training, batch, context, _generator(seed, step))
+        return windows(training, batch, context, generator_of(seed, step))
 
     def score(kept: Kept) -> float:
-        return _scored(model, windows(parts[kept], 128, context, _generator(0, 0)), _of_symbols)
+        return scored(model, windows(parts[kept], 128, context, generator_of(0, 0)), _of_symbols)
 
     return Training(model, batch_of, _of_symbols, score)
 
@@ -139,9 +139,9 @@ def _classifier(seed: int, folder: Path | None, *, context: int = 64, batch: int
         return torch.cat(found), labels
 
     def score(kept: Kept) -> float:
-        return _scored(model, pieces(kept, 2000, _generator(0, 0)), F.cross_entropy)
+        return scored(model, pieces(kept, 2000, generator_of(0, 0)), F.cross_entropy)
 
-    return Training(model, lambda step: pieces(None, batch, _generator(seed, step)), F.cross_entropy, score)
+    return Training(model, lambda step: pieces(None, batch, generator_of(seed, step)), F.cross_entropy, score)
 
 
 # -- images --------------------------------------------------------------------------------------------------
@@ -198,12 +198,12 @@ def _autoencoder(seed: int, folder: Path | None, *, batch: int = 128) -> Trainin
     model = nn.Sequential(*layers[:-1])
 
     def batch_of(step: int) -> Batch:
-        chosen = torch.randint(len(training), (batch,), generator=_generator(seed, step))
+        chosen = torch.randint(len(training), (batch,), generator=generator_of(seed, step))
         return training[chosen], training[chosen]
 
     def score(kept: Kept) -> float:
         pictures = _grey(kept_back[kept])
-        return _scored(model, (pictures, pictures), F.mse_loss)
+        return scored(model, (pictures, pictures), F.mse_loss)
 
     return Training(model, batch_of, F.mse_loss, score)
 
@@ -249,7 +249,7 @@ def _evaluating(model: nn.Module) -> Iterator[None]:
         model.train()
 
 
-def _scored(model: nn.Module, data: Batch, loss: Callable[[Tensor, Tensor], Tensor]) -> float:
+def scored(model: nn.Module, data: Batch, loss: Callable[[Tensor, Tensor], Tensor]) -> float:
     """The mean loss, some samples at a time."""
     total = 0.0
     with _evaluating(model):
@@ -258,7 +258,8 @@ def _scored(model: nn.Module, data: Batch, loss: Callable[[Tensor, Tensor], Tens
     return total / len(data[0])
 
 
-def _generator(seed: int, step: int) -> torch.Generator:
+def generator_of(seed: int, step: int) -> torch.Generator:
+    """That of a step's batch."""
     return torch.Generator().manual_seed(1_000_003 * (seed + 1) + step)
 
 

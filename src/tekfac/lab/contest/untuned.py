@@ -1,0 +1,90 @@
+"""Optimizers as they come, no setting chosen: scores after the seconds that AdamW takes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from itertools import pairwise
+from pathlib import Path
+
+import torch
+
+from tekfac.common.files import make_folder, write_json, write_text
+from tekfac.lab.contest.running import Entry, Job, Outcome, run_all
+from tekfac.lab.contest.unseen import UNSEEN
+from tekfac.lab.contest.words import gap, spread
+from tekfac.lab.provenance import provenance
+
+USUAL = "AdamW"
+
+AS_THEY_COME: Mapping[str, Entry] = {"TEKFAC": Entry("tekfac", None), USUAL: Entry("adamw", None)}
+"""By their names in the table."""
+
+
+def untuned(seeds: Sequence[int], processes: int, out: Path, command: str, say: Callable[[str], None]) -> str:
+    """Run both on all tasks of `unseen`; write untuned.md and untuned.json, and give the former."""
+    jobs = [
+        Job(name, entry, seed, task.steps)
+        for name, task in UNSEEN.items()
+        for seed in seeds
+        for entry in AS_THEY_COME.values()
+    ]
+    outcomes = iter(run_all(jobs, processes, say))
+    runs: dict[str, dict[str, list[Outcome]]] = {}
+    for name in UNSEEN:
+        runs[name] = {optimizer: [] for optimizer in AS_THEY_COME}
+        for _ in seeds:
+            for optimizer in AS_THEY_COME:
+                runs[name][optimizer].append(next(outcomes))
+    origin = {
+        **provenance(command, torch.device("cpu")),
+        "seeds": list(seeds),
+        "threads": 1,
+        "runs at a time": processes,
+    }
+    text = page(runs) + "\n".join(f"- {key}: {value}" for key, value in origin.items()) + "\n"
+    make_folder(out)
+    write_text(out / "untuned.md", text)
+    plain = {task: {k: [o.plain() for o in v] for k, v in own.items()} for task, own in runs.items()}
+    write_json(out / "untuned.json", {"origin": origin, "runs": plain})
+    return text
+
+
+def page(runs: Mapping[str, Mapping[str, Sequence[Outcome]]]) -> str:
+    """The results as Markdown, but for where they come from."""
+    lines = [
+        "# As they come: no setting chosen",
+        "",
+        "TEKFAC(model) and AdamW(model.parameters()), each with its own default learning rate, which stays, "
+        "on tasks that no default was chosen on. Loss on test data, in nats, after as many steps, and after as "
+        "many seconds, as AdamW takes; differences of the same seeds, with the standard error of their mean.",
+        "",
+        "| task | steps | AdamW | TEKFAC, equal steps | difference | TEKFAC, equal seconds | difference "
+        "| ms per step, TEKFAC ÷ AdamW |",
+        "|---|---:|---:|---:|---:|---:|---:|---:|",
+    ]
+    for name, own in runs.items():
+        usual = [run.final for run in own[USUAL]]
+        by_steps = [run.final for run in own["TEKFAC"]]
+        by_seconds = [score_after(run, other.seconds) for run, other in zip(*own.values(), strict=True)]
+        ratios = [run.seconds / other.seconds for run, other in zip(*own.values(), strict=True)]
+        cells = [
+            UNSEEN[name].about if name in UNSEEN else name,
+            str(own[USUAL][0].scores[-1][0]),
+            spread(usual),
+            spread(by_steps),
+            gap(by_steps, usual),
+            spread(by_seconds),
+            gap(by_seconds, usual),
+            spread(ratios),
+        ]
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join([*lines, "", ""])
+
+
+def score_after(run: Outcome, seconds: float) -> float:
+    """The score after so many seconds, on lines between looks; the last one if the run was over before."""
+    for (_, start, before), (_, end, after) in pairwise(run.scores):
+        if start <= seconds <= end:
+            return before + (after - before) * (seconds - start) / (end - start)
+    return run.final if seconds >= run.seconds else math.inf
