@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from tekfac import TEKFAC
+from tekfac.layers.registry import is_norm
 from training import assert_identical
 
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
@@ -46,6 +47,13 @@ def without_curvature(model: nn.Module, optimizer: Any) -> set[str]:
     """Parameters of the model that are not preconditioned."""
     named = {name.removeprefix("_orig_mod.") for name, _ in model.named_parameters()}
     return named - {name.removeprefix("_orig_mod.") for name in unwrapped(optimizer).curvature.parameters}
+
+
+def of_norms(model: nn.Module) -> set[str]:
+    """Parameters of its norms, which are trained by first order unless they are asked for."""
+    norms = {name for name, module in model.named_modules() if is_norm(module)}
+    named = {name for name, _ in model.named_parameters() if name.rpartition(".")[0] in norms}
+    return {name.removeprefix("_orig_mod.") for name in named}
 
 
 def weights(model: nn.Module) -> Tensor:

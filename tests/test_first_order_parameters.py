@@ -62,8 +62,11 @@ def test_other_parameters_follow_torch_sgd_bit_for_bit(method: type[NaturalGradi
 def test_their_rate_is_that_of_the_layers_where_none_is_given(choice: str) -> None:
     build, position, first_order = FIRST_ORDER[choice]
     model = build()
-    layers, rest = TEKFAC.natural(model, lr=0.02, first_order=first_order).param_groups
-    assert [layers["lr"], rest["lr"]] == [0.02, 0.02]
+    (group,) = TEKFAC.natural(model, lr=0.02, first_order=first_order).param_groups
+    assert group["lr"] == 0.02
+    assert [id(p) for p in group["params"]] == [id(p) for p in model.parameters()]
+    layers, rest = TEKFAC.natural(model, lr=0.02, first_order=first_order, first_order_lr=0.03).param_groups
+    assert [layers["lr"], rest["lr"]] == [0.02, 0.03]
     assert [id(p) for p in rest["params"]] == [id(p) for p in model[position].parameters()]
 
 

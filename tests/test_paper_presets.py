@@ -65,7 +65,7 @@ NORMS: dict[str, nn.Module] = {
 def test_norms_are_first_order_as_the_paper_knows_only_matrices(
     method: type[NaturalGradient], norm: str
 ) -> None:
-    """Unless they are asked for; without the preset they are preconditioned."""
+    """Unless they are asked for."""
 
     def layers(make: Any, **settings: Any) -> set[str]:
         model = nn.Sequential(nn.Linear(5, 4), NORMS[norm], nn.Tanh(), nn.Linear(4, 3)).double()
@@ -76,7 +76,8 @@ def test_norms_are_first_order_as_the_paper_knows_only_matrices(
     with_norm = {"0", "1.1" if norm == "InstanceNorm1d" else "1", "3"}
     assert layers(method.paper) == {"0", "3"}
     assert layers(method.paper, first_order=()) == with_norm
-    assert layers(method) == with_norm
+    assert layers(method) == {"0", "3"}
+    assert layers(method, first_order=None) == layers(method.natural) == with_norm
 
 
 @pytest.mark.parametrize("method", METHODS)

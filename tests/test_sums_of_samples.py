@@ -76,7 +76,7 @@ def always_summed(monkeypatch: pytest.MonkeyPatch) -> None:
 def gradients_of(captured: LayerBatch | FormedBatch) -> Tensor:
     """G_n, [K, G, N, d_out, d_in], or those of sums, [1, G, K n, d_out, d_in]."""
     (rows,) = captured.chunks(10**6)
-    return rows.gradients
+    return rows.per_sample_gradients()
 
 
 def in_sums(gradients: Tensor) -> Tensor:
@@ -184,7 +184,7 @@ def test_samples_are_summed_where_that_saves_something() -> None:
     assert wanted_sums(SUMS + 1, 65, wide, 0) == SUMS
     assert wanted_sums(FEWEST_SUMS * 64, 1, wide, 39.0) is None  # rows are no more than those of the sums
     assert wanted_sums(FEWEST_SUMS * 64 + 1, 1, wide, 39.0) is None  # single rows
-    assert wanted_sums(FEWEST_SUMS * 32 + 1, 2, wide, 39.0) == FEWEST_SUMS
+    assert wanted_sums(FEWEST_SUMS * 64 + 1, 2, wide, 39.0) == FEWEST_SUMS
     narrow = LayerShape("layer", (8, 8, 3, 3), has_bias=False)
     assert wanted_sums(128, 64, narrow, 39.0) is None  # calls would take longer
 

@@ -46,6 +46,13 @@ def test_no_other_module_names_anything_private() -> None:
         "_foreach_mul_",
         "_foreach_add_",
         "_foreach_copy_",
+        "_foreach_norm",
+        "_foreach_mul",
+        "_foreach_lerp_",
+        "_foreach_clamp_min_",
+        "_foreach_add",
+        "_foreach_sqrt_",
+        "_foreach_div",
     ],
 )
 def test_torch_has(name: str) -> None:

@@ -132,6 +132,8 @@ def natural_settings(method: Method) -> dict[str, Any]:
         "basis_every": 50,
         "fisher": "sampled",
         "first_order_step": "sgd",
+        "max_dim": 800,
+        "first_order": None,
     }
     if method.rescaling.measured:
         settings |= {"rescaling_decay": 0.95, "rescaling_every": 50}

@@ -11,7 +11,7 @@ import torch
 from tekfac.capture.outputs import OutputSelector
 from tekfac.capture.padding import PaddingMask
 from tekfac.common.checks import require_axis, require_choice, require_whole
-from tekfac.layers.side_forms import DEFAULT_MAX_DIM, LARGE_DIMS, LargeDims, SideRule
+from tekfac.layers.side_forms import DEFAULT_MAX_DIM, LARGE_DIMS, LargeDims, MaxDim, SideRule
 from tekfac.likelihoods import Likelihood, SampledLoss, as_likelihood
 
 FisherKind = Literal["sampled", "empirical", "exact"]
@@ -35,7 +35,8 @@ class Measurement:
         outputs: a function from what the model returns to its predictions, where that is not plain.
         padding_mask: the argument of the model, or a function of its arguments, that tells which positions are
             real; None: attention_mask and key padding masks are found.
-        max_dim: inputs or outputs of a layer beyond which that side of its block takes a cheaper form.
+        max_dim: inputs or outputs of a layer beyond which that side of its block takes a cheaper form; "auto":
+            800 for convolutions, 400 for others.
         large_dims: which: "blocks", "diagonal", or "auto" for blocks up to 20,000 dimensions.
         curvature_dtype: torch.float32 or torch.float64; None: float32, or float64 for float64 parameters.
         memory_budget: bytes of working memory for the rows of one layer.
@@ -48,7 +49,7 @@ class Measurement:
     batch_dim: int = 0
     outputs: OutputSelector | None = None
     padding_mask: PaddingMask | None = None
-    max_dim: int = DEFAULT_MAX_DIM
+    max_dim: MaxDim = DEFAULT_MAX_DIM
     large_dims: LargeDims = "auto"
     curvature_dtype: torch.dtype | None = None
     memory_budget: int = 256 * 2**20
@@ -65,7 +66,8 @@ class Measurement:
                 "predictions, or None."
             )
         _require_padding_mask(self.padding_mask)
-        require_whole("max_dim", self.max_dim, "of dimensions, at least 1")
+        if self.max_dim != "auto":
+            require_whole("max_dim", self.max_dim, "of dimensions, at least 1, or 'auto'")
         require_choice("large_dims", self.large_dims, LARGE_DIMS)
         if self.curvature_dtype not in (None, torch.float32, torch.float64):
             raise ValueError(
@@ -92,7 +94,7 @@ class MeasurementKeywords(TypedDict, total=False):
     batch_dim: int
     outputs: OutputSelector | None
     padding_mask: PaddingMask | None
-    max_dim: int
+    max_dim: MaxDim
     large_dims: LargeDims
     curvature_dtype: torch.dtype | None
     memory_budget: int

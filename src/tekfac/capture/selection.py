@@ -34,7 +34,7 @@ COVER = 16
 SUMS = 64
 """In a running average, at least, where samples are put together."""
 
-FEWEST_SUMS = 32
+FEWEST_SUMS = 16
 """In one measurement."""
 
 WORTH_SUMS = 2**26

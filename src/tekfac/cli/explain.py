@@ -10,7 +10,7 @@ from dataclasses import asdict
 from tekfac import methods
 from tekfac.cli.model_arguments import add_images, add_model, made
 from tekfac.explanation import explain
-from tekfac.layers.side_forms import LARGE_DIMS, QUICK_MAX_DIM
+from tekfac.layers.side_forms import LARGE_DIMS, MaxDim
 
 DESCRIPTION = """\
 What an optimizer would do with a network: a table of its layers, with the form of their blocks, the memory that
@@ -30,13 +30,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     names = [method.name.lower() for method in methods.ALL]
     optimizer.add_argument("--method", choices=names, default=names[-1], help="which of the four")
     told = "inputs or outputs of a layer beyond which that side of its block takes a cheaper form"
-    optimizer.add_argument("--max-dim", type=int, default=QUICK_MAX_DIM, help=told)
+    optimizer.add_argument("--max-dim", type=_max_dim, default="auto", metavar="N", help=told)
     told = "which form that side then takes"
     optimizer.add_argument("--large-dims", choices=LARGE_DIMS, default=LARGE_DIMS[0], help=told)
     told = "modules or parameters to leave out"
     optimizer.add_argument("--first-order", nargs="+", default=[], metavar="NAME", help=told)
     parser.add_argument("--json", action="store_true", help="the same as JSON")
     parser.set_defaults(run=run)
+
+
+def _max_dim(text: str) -> MaxDim:
+    return "auto" if text == "auto" else int(text)
 
 
 def run(options: argparse.Namespace) -> None:

@@ -154,3 +154,37 @@ def copy_each(tensors: Sequence[Tensor], others: Sequence[Tensor]) -> None:
 def norms_of(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
     """The Frobenius norm of every tensor, scalars on their device."""
     return torch._foreach_norm(list(tensors))
+
+
+def sums_of(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+    """The sum of every tensor that is nowhere negative, scalars on their device."""
+    return torch._foreach_norm(list(tensors), 1)
+
+
+def products_of(tensors: Sequence[Tensor], others: Sequence[Tensor]) -> Sequence[Tensor]:
+    """x y for every pair."""
+    return torch._foreach_mul(list(tensors), list(others))
+
+
+def move_each(tensors: Sequence[Tensor], others: Sequence[Tensor], share: float) -> None:
+    """x <- x + share (y - x) for every pair, in place."""
+    torch._foreach_lerp_(list(tensors), list(others), share)
+
+
+def scale_each(tensors: Sequence[Tensor], factors: Sequence[float]) -> None:
+    """x <- factor x for every tensor, with a factor of its own, in place."""
+    torch._foreach_mul_(list(tensors), list(factors))
+
+
+def raise_each(tensors: Sequence[Tensor], least: float) -> None:
+    """x <- max(x, least) for every tensor, in place."""
+    torch._foreach_clamp_min_(list(tensors), least)
+
+
+def quotients_by_roots(
+    tensors: Sequence[Tensor], squares: Sequence[Tensor], floors: Sequence[Tensor]
+) -> Sequence[Tensor]:
+    """x / sqrt(y + floor) for every tensor; floors are scalars on their device."""
+    roots = torch._foreach_add(list(squares), list(floors))
+    torch._foreach_sqrt_(roots)
+    return torch._foreach_div(list(tensors), roots)

@@ -105,6 +105,8 @@ class FactorRule:
         """
         measure = restricted_expand if rows.tied and sharing != "exact" else self.sharings[sharing]
         sums = measure(rows)
+        if rows.scale != 1:
+            sums = sums._replace(input=sums.input * rows.scale, output=sums.output * rows.scale)
         return sums if rows.tokens is None else sums._replace(input=rows.tokens.spread(sums.input, dim=1))
 
     def moments(self, sums: MomentSums, num_terms: float) -> KroneckerFactors:

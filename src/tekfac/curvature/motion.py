@@ -112,15 +112,15 @@ class Motion:
         self._form = form
         self._first = self._second = None
         if form.momentum_before:
-            self._first = _Averages(torch.zeros_like(like), groups, [part.first for part in parts])
+            self._first = Averages(torch.zeros_like(like), groups, [part.first for part in parts])
         if form.moving_decay is not None:
             zeros = torch.zeros_like(like) if form.entrywise else like.new_zeros(len(like), 1, 1)
-            self._second = _Averages(zeros, groups, [part.second for part in parts])
+            self._second = Averages(zeros, groups, [part.second for part in parts])
 
     @property
-    def second(self) -> Sequence[Tensor] | None:
-        """Mean squares of each layer, as they are at any time: views; None if none are kept."""
-        return None if self._second is None else self._second.views
+    def second(self) -> Averages | None:
+        """Mean squares, as they are at any time; None if none are kept."""
+        return self._second
 
     def parts(self) -> list[LayerMotion]:
         """What was gathered of each layer so far: views."""
@@ -170,7 +170,7 @@ class Motion:
                 averages.take_back(steps)
 
 
-class _Averages:
+class Averages:
     """Running averages of several layers, in one tensor.
 
     Attributes:

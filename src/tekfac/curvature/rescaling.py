@@ -64,6 +64,8 @@ def sum_of_squares(batches: Sequence[RowSource], basis: Eigenbasis, memory_budge
     for batch in batches:
         for rows in batch.chunks(samples_per_chunk(batch, memory_budget)):
             sums = _squared_projections(rows, basis)
+            if rows.scale != 1:
+                sums = sums * rows.scale
             if rows.tokens is None:
                 total = sums if total is None else total.add_(sums)
             else:

@@ -19,7 +19,7 @@ from tekfac.common.torch_internals import copy_each
 from tekfac.curvature.eigenbasis import Eigenbasis
 from tekfac.curvature.layer_curvature import LayerCurvature
 from tekfac.curvature.motion import NO_MOTION, LayerMotion, Motion, StepForm
-from tekfac.damping import DampingRule, Spectrum
+from tekfac.damping import DampingRule, Spectrum, looks_at_network
 from tekfac.layers.layer import Layer
 
 SMALL = 2**14
@@ -121,11 +121,13 @@ class Stack:
             self._room = Room.of(self.layers) if numbers_of(layers[0]) <= ROOMY else None
             self._motion = self._new_motion(motions) if form.gathers else None
         self._spectra = tuple(map(spectrum_of, layers, curvatures))
+        self._joined: Spectrum | None = None
         is_product = self._spectra[0].is_product  # whose diagonal is nowhere else
         moving = None if self._motion is None else self._motion.second
         if moving is not None and form.entrywise:  # which will be read as it is then
-            pairs = zip(self._spectra, moving, strict=True)
+            pairs = zip(self._spectra, moving.views, strict=True)
             self._spectra = tuple(replace(spectrum, theta=second) for spectrum, second in pairs)
+            self._joined = replace(self._spectra[0], basis=self.basis, theta=moving.whole)
         self._keeps_denominators = form.moving_decay is None and (
             numbers_of(layers[0]) <= (ROOMY if is_product else SMALL)
         )
@@ -143,7 +145,7 @@ class Stack:
         moving = None if self._motion is None else self._motion.second
         if moving is None or self._form.entrywise:
             return self._spectra
-        return tuple(map(_with_mean, self._spectra, moving))
+        return tuple(map(_with_mean, self._spectra, moving.views))
 
     def is_of(self, curvatures: Sequence[LayerCurvature]) -> bool:
         """Whether these are the curvatures, themselves."""
@@ -210,8 +212,16 @@ class Stack:
         """(S + lambda)^power, [G, d_out, d_in]: kept where it is small and stays, else for the moment."""
         if self._denominators is not None:
             return self._denominators
-        members = zip(self.layers, self.spectra, strict=True)
-        found = [rules[layer.name].denominators(spectrum, network) for layer, spectrum in members]
+        own_rules = [rules[layer.name] for layer in self.layers]
+        if (
+            self._joined is not None
+            and all(rule is own_rules[0] for rule in own_rules)
+            and not looks_at_network(own_rules[0])
+        ):
+            found = [own_rules[0].denominators(self._joined, network)]
+        else:
+            members = zip(own_rules, self.spectra, strict=True)
+            found = [rule.denominators(spectrum, network) for rule, spectrum in members]
         whole = _to_power(found[0] if len(found) == 1 else torch.cat(found), self._form.power)
         if self._keeps_denominators:
             self._denominators = whole

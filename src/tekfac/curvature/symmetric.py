@@ -21,6 +21,12 @@ from torch import Tensor
 
 logger = logging.getLogger("tekfac")
 
+WORTH_HALVING = 192
+"""Dimensions from which leaving out half of a symmetric product takes less time than the calls for it."""
+
+STRIPS = 4
+"""In which it is computed, from the diagonal on."""
+
 SHIFT = 1e-3
 """Of the largest eigenvalue, added to all of them in an iteration, so that null vectors stay where they are."""
 
@@ -41,19 +47,55 @@ class DecompositionError(ArithmeticError):
 def sum_of_products(x: Tensor, y: Tensor, block_size: int) -> Tensor:
     """Sum over rows of x y^T, as far as the form keeps it, [G, d, b]; rows are [..., G, N, T, d].
 
-    Rows that lie in memory by coordinates, as unfolded patches do, are multiplied sample by sample where they
-    are many: to lay them one after the other would take longer than the product.
+    Where x is y itself, about half of it follows from the other half.
     """
-    dim = x.shape[-1]
-    if block_size == dim and x.stride(-1) != 1 and x.shape[-2] >= dim:
+    dim, is_square = x.shape[-1], x is y
+    if block_size == 1:
+        return torch.einsum("...gnti,...gnti->gi", x, y)[..., None]
+    if block_size == dim:
+        return _product(x, y, is_square=is_square)
+    found = x.new_zeros(x.shape[-4], dim, block_size)
+    for start in range(0, dim, block_size):
+        part = slice(start, min(start + block_size, dim))
+        block = _product(x[..., part], y[..., part], is_square=is_square)
+        found[:, part, : part.stop - start] = block
+    return found
+
+
+def _product(x: Tensor, y: Tensor, *, is_square: bool) -> Tensor:
+    """Sum over rows of x y^T, whole, [G, d, d].
+
+    Rows that do not lie one after the other, as unfolded patches, are multiplied sample by sample where they
+    are many: to lay them out would take longer than the product.
+    """
+    x, y = (rows[0] if rows.ndim == 5 and len(rows) == 1 else rows for rows in (x, y))
+    if not _lies_flat(x) and _lies_flat(x.transpose(-3, -2)):
+        x, y = x.transpose(-3, -2), y.transpose(-3, -2)
+    if not _lies_flat(x) and x.shape[-2] >= x.shape[-1]:
         products = x.mT @ y  # [..., G, N, d, d]
         return products.sum(dim=(*range(x.ndim - 4), -3))
     x, y = x.flatten(-3, -2), y.flatten(-3, -2)
-    if block_size == dim:
-        return x.mT @ y if x.ndim == 3 else torch.einsum("...gri,...grj->gij", x, y)
-    if block_size == 1:
-        return torch.einsum("...gri,...gri->gi", x, y)[..., None]
-    return _to_rows(torch.einsum("...grni,...grnj->gnij", _cut(x, block_size), _cut(y, block_size)), dim)
+    if x.ndim > 3:
+        return torch.einsum("...gri,...grj->gij", x, y)
+    return _squared(x) if is_square and x.shape[0] == 1 and x.shape[-1] >= WORTH_HALVING else x.mT @ y
+
+
+def _lies_flat(rows: Tensor) -> bool:
+    """Whether rows [..., N, T, d] are [..., N T, d] without a copy."""
+    samples, positions, _ = rows.shape[-3:]
+    return samples == 1 or positions == 1 or rows.stride(-3) == positions * rows.stride(-2)
+
+
+def _squared(rows: Tensor) -> Tensor:
+    """x^T x of rows [1, R, d], by strips, of which only what lies on or above the diagonal is multiplied."""
+    dim = rows.shape[-1]
+    (x,), found = rows, rows.new_empty(dim, dim)
+    strips = [slice(dim * place // STRIPS, dim * (place + 1) // STRIPS) for place in range(STRIPS)]
+    for strip in strips:
+        torch.mm(x[:, strip].T, x[:, strip.start :], out=found[strip, strip.start :])
+    for strip in strips:
+        found[strip.stop :, strip] = found[strip, strip.stop :].T
+    return found[None]
 
 
 def trace(matrix: Tensor) -> Tensor:
@@ -192,16 +234,15 @@ def symmetric_eigen(matrix: Tensor) -> tuple[Tensor, Tensor]:
     Raises:
         DecompositionError: if all of these fail.
     """
-    symmetric = 0.5 * (matrix + matrix.mT)
-    unit = _power_of_two_above(symmetric)  # LAPACK would divide tiny matrices by some number, and round
-    symmetric = symmetric / unit
+    unit = _power_of_two_above(matrix)  # LAPACK would divide tiny matrices by some number, and round
+    scaled = matrix / unit
     attempts = [(matrix.dtype, 0.0)]
     if matrix.dtype != torch.float64:
         attempts.append((torch.float64, 0.0))
     attempts += [(torch.float64, jitter) for jitter in JITTERS]
     for dtype, jitter in attempts:
         how = f"in {str(dtype).removeprefix('torch.')} with jitter {jitter:g}"
-        candidate = symmetric.to(dtype)
+        candidate = scaled.to(dtype)
         added = jitter * candidate.diagonal(dim1=-2, dim2=-1).mean(-1, keepdim=True)
         if jitter:
             candidate = candidate + torch.diag_embed(added.expand(candidate.shape[:-1]))
@@ -210,7 +251,7 @@ def symmetric_eigen(matrix: Tensor) -> tuple[Tensor, Tensor]:
         except RuntimeError as error:  # torch.linalg.LinAlgError is one
             logger.warning("Eigendecomposition of a %s matrix failed %s: %s", tuple(matrix.shape), how, error)
             continue
-        if bool(torch.isfinite(values).all() & torch.isfinite(vectors).all()):
+        if bool(torch.isfinite(values.sum() + vectors.sum())):
             values = (values - added).clamp_min(0).to(matrix.dtype) * unit[..., 0]
             return values, vectors.to(matrix.dtype)
         logger.warning("Eigendecomposition of a %s matrix gave non-finite numbers %s", tuple(matrix.shape), how)
@@ -221,10 +262,13 @@ def symmetric_eigen(matrix: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _power_of_two_above(matrix: Tensor) -> Tensor:
-    """The next power of two above all entries of each matrix, or 1 for zeros, [..., 1, 1]."""
+    """The next power of two above all entries of each matrix, or 1 for zeros, [..., 1, 1].
+
+    The largest entry of a positive semi-definite matrix lies on its diagonal.
+    """
     if not matrix.numel():
         return matrix.new_ones(*matrix.shape[:-2], 1, 1)
-    largest = matrix.abs().amax(dim=(-2, -1), keepdim=True)
+    largest = matrix.diagonal(dim1=-2, dim2=-1).amax(dim=-1)[..., None, None]
     return torch.ldexp(torch.ones_like(largest), torch.frexp(largest).exponent)
 
 

@@ -87,7 +87,8 @@ class _JoinedRows:
     def chunks(self, samples_per_chunk: int) -> Iterator[Rows]:
         """The rows of all samples, at most `samples_per_chunk` at a time."""
         for parts in zip(*(batch.chunks(samples_per_chunk) for batch in self._batches), strict=True):
-            a, u = torch.cat([part.a for part in parts]), torch.cat([part.u for part in parts], dim=1)
+            inputs = [part.a if part.scale == 1 else part.a * part.scale**0.5 for part in parts]
+            a, u = torch.cat(inputs), torch.cat([part.u for part in parts], dim=1)
             yield Rows(a, u, None, parts[0].block_in, parts[0].block_out)
 
 

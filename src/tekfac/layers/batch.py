@@ -229,7 +229,8 @@ class Sums:
         signed = gradients.to(layer.dtype) * signs.to(layer.dtype).reshape(1, -1, *[1] * (gradients.ndim - 2))
         sizes = [fold * len(part) for part in torch.tensor_split(self.signs, self.count)]
         parts = zip(torch.split(inputs, sizes), torch.split(signed, sizes, dim=1), strict=True)
-        return torch.stack([form.gradient(layer.shape, *part) for part in parts], dim=2)
+        found = [form.gradient(layer.shape, *part) for part in parts]
+        return torch.stack(found, dim=3).transpose(2, 3)  # so that rows of both sides lie flat in memory
 
 
 @dataclass(frozen=True)
@@ -263,10 +264,12 @@ class FormedBatch:
         """The gradients as rows, at most `samples_per_chunk` at a time."""
         shape = self.layer.shape
         gradients = self.gradients[..., : shape.d_in].transpose(0, 1).flatten(1, 2)  # [G, K n, d_out, d_in]
-        for part in torch.split(gradients, samples_per_chunk, dim=1):
-            a = part * self.gradient_factor if self.gradient_factor != 1 else part
+        scale = self.gradient_factor**2
+        if shape.layout == "units":  # small, and measured by any rule
+            gradients, scale = gradients * self.gradient_factor, 1.0
+        for a in torch.split(gradients, samples_per_chunk, dim=1):
             u = torch.eye(shape.d_out, dtype=a.dtype, device=a.device).expand(1, *a.shape[:3], -1)
-            yield Rows(a, u, None, shape.block_in, shape.block_out, formed=True)
+            yield Rows(a, u, None, shape.block_in, shape.block_out, formed=True, scale=scale)
 
 
 CapturedBatch = LayerBatch | FormedBatch

@@ -239,8 +239,8 @@ def _layer(
     table = part.table and not tied
     shape = replace(
         shape,
-        block_in=1 if table else rule.block_size(shape.d_in),
-        block_out=1 if tied else rule.block_size(shape.d_out),
+        block_in=1 if table else rule.block_size(shape.d_in, of_convolution=first.use.kind.is_convolution),
+        block_out=1 if tied else rule.block_size(shape.d_out, of_convolution=first.use.kind.is_convolution),
     )
     return Layer(
         shape.name,

@@ -56,6 +56,7 @@ class Rows:
         tied: whether the rows come from a table of embeddings that is also an output projection: then rows of
             the two uses cannot be averaged with one another.
         formed: whether a holds the gradients themselves, G_n of d_out rows each, and u is the identity.
+        scale: what squares of formed gradients are to be multiplied by; others are as they should be.
     """
 
     a: Tensor
@@ -66,10 +67,11 @@ class Rows:
     tokens: Tokens | None = None
     tied: bool = False
     formed: bool = False
+    scale: float = 1.0
 
     @cached_property
     def gradients(self) -> Tensor:
-        """G_n for every column and sample, [K, G, N, d_out, d_in], where tokens leave out what is 0.
+        """G_n for every column and sample, not scaled, [K, G, N, d_out, d_in]; tokens leave out what is 0.
 
         Formed once, for the moments and for Theta alike.
         """
@@ -81,7 +83,7 @@ class Rows:
 
     def per_sample_gradients(self) -> Tensor:
         """G_n for every column and sample, [K, G, N, d_out, d_in]."""
-        gradients = self.gradients
+        gradients = self.gradients if self.scale == 1 else self.gradients * self.scale**0.5
         return gradients if self.tokens is None else self.tokens.spread(gradients, dim=-1)
 
 

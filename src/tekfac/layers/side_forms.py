@@ -17,8 +17,18 @@ LARGE_DIMS: tuple[LargeDims, ...] = ("auto", "blocks", "diagonal")
 DEFAULT_MAX_DIM = 5000
 """Of a Fisher that is looked at: 4096 inputs, or 512 channels under a 3 x 3 kernel, and a bias, are whole."""
 
-QUICK_MAX_DIM = 800
-"""Of an optimizer: 768 inputs and a bias are whole. docs/results/inner-products.md has what sides take."""
+MAX_DIM_OF_CONVOLUTIONS = 800
+"""By "auto": 64 channels under a 3 x 3 kernel, and a bias, are whole.
+
+A convolution uses its weights at many positions, beside which the products with its sides are few."""
+
+MAX_DIM_OF_OTHERS = 400
+"""By "auto": 384 inputs and a bias are whole.
+
+Of a linear layer, the products with its sides are the larger part of a step. docs/results/ablation has what
+blocks cost in accuracy, docs/results/inner-products.md what sides take."""
+
+MaxDim = int | Literal["auto"]
 
 MOST_IN_BLOCKS = 20_000
 """Dimensions up to which "auto" prefers blocks to the diagonal."""
@@ -29,16 +39,20 @@ class SideRule:
     """Which form a side of so many dimensions gets.
 
     Attributes:
-        max_dim: dimensions up to which it is whole, and the largest size of blocks beyond.
+        max_dim: dimensions up to which it is whole, and the largest size of blocks beyond; "auto": by the kind
+            of the layer.
         large_dims: the form beyond; "auto": blocks up to MOST_IN_BLOCKS dimensions, else the diagonal.
     """
 
-    max_dim: int = DEFAULT_MAX_DIM
+    max_dim: MaxDim = DEFAULT_MAX_DIM
     large_dims: LargeDims = "auto"
 
-    def block_size(self, dim: int) -> int:
+    def block_size(self, dim: int, *, of_convolution: bool = False) -> int:
         """The size of the blocks: `dim` is whole, 1 is diagonal."""
-        blocks = math.ceil(dim / self.max_dim)
+        most = self.max_dim
+        if most == "auto":
+            most = MAX_DIM_OF_CONVOLUTIONS if of_convolution else MAX_DIM_OF_OTHERS
+        blocks = math.ceil(dim / most)
         if self.large_dims == "diagonal" and blocks > 1:
             return 1
         if self.large_dims == "auto" and blocks > 1 and dim > MOST_IN_BLOCKS:

@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Mapping, MutableMapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from tekfac.common.torch_internals import (
+    move_each,
+    products_of,
+    quotients_by_roots,
+    raise_each,
+    scale_each,
+    sums_of,
+)
 
 SECOND_DECAY = 0.95
 """Weight of the past in the squares, per step."""
@@ -23,13 +32,15 @@ def adam_directions(
 ) -> dict[Tensor, Tensor]:
     """m / sqrt(v) of every parameter, and its averages m, v brought up to date in its state.
 
+    Parameters that have had equally many gradients are moved together: they are often many and small.
+
     Args:
         gradients: of the parameters.
         state: of the optimizer, by parameter.
         momenta: weight of the past in m, of each parameter.
         finite: a boolean on the device; where it is False averages stay as they are. None: True.
     """
-    found = {}
+    alike: dict[object, list[Tensor]] = {}
     for parameter, gradient in gradients.items():
         own = state[parameter]
         if "exp_avg" not in own:
@@ -37,17 +48,38 @@ def adam_directions(
             own["exp_avg"] = torch.zeros_like(gradient, dtype=wide)
             own["exp_avg_sq"] = torch.zeros_like(gradient, dtype=wide)
             own["averaged"] = 0
-        first, second = own["exp_avg"], own["exp_avg_sq"]
-        new = gradient.to(first.dtype)
-        squares = new.square()
-        if finite is not None:
-            new, squares = torch.where(finite, new, first), torch.where(finite, squares, second)
         own["averaged"] += 1
-        first.lerp_(new, _share(momenta[parameter], own["averaged"]))
-        second.lerp_(squares, _share(SECOND_DECAY, own["averaged"]))
-        floor = (EPSILON * second.mean()).clamp_min(torch.finfo(second.dtype).tiny)
-        found[parameter] = (first / (second + floor).sqrt()).to(gradient.dtype)
+        key = (own["exp_avg"].device, own["exp_avg"].dtype, own["averaged"], momenta[parameter])
+        alike.setdefault(key, []).append(parameter)
+    found: dict[Tensor, Tensor] = {}
+    for parameters in alike.values():
+        one = parameters[0]
+        new = [gradients[p].to(state[p]["exp_avg"].dtype) for p in parameters]
+        firsts, seconds = ([state[p][name] for p in parameters] for name in ("exp_avg", "exp_avg_sq"))
+        count, beta = state[one]["averaged"], momenta[one]
+        directions = _advanced(firsts, seconds, new, (_share(beta, count), _share(SECOND_DECAY, count)), finite)
+        found.update({p: d.to(gradients[p].dtype) for p, d in zip(parameters, directions, strict=True)})
     return found
+
+
+def _advanced(
+    firsts: Sequence[Tensor],
+    seconds: Sequence[Tensor],
+    new: Sequence[Tensor],
+    shares: tuple[float, float],
+    finite: Tensor | None,
+) -> Sequence[Tensor]:
+    """m / sqrt(v) of parameters whose averages m and v take in new gradients with the same shares."""
+    squares = products_of(new, new)
+    if finite is not None:
+        new = [torch.where(finite, own, first) for own, first in zip(new, firsts, strict=True)]
+        squares = [torch.where(finite, own, second) for own, second in zip(squares, seconds, strict=True)]
+    move_each(firsts, new, shares[0])
+    move_each(seconds, squares, shares[1])
+    floors = sums_of(seconds)
+    scale_each(floors, [EPSILON / max(1, second.numel()) for second in seconds])
+    raise_each(floors, torch.finfo(seconds[0].dtype).tiny)
+    return quotients_by_roots(firsts, seconds, floors)
 
 
 def _share(decay: float, count: int) -> float:

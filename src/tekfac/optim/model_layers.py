@@ -61,8 +61,8 @@ class ModelLayers:
         self.watched = {**inventory.layers, **inventory.dormant}
         self._trainable = self._is_trainable()
 
-    def param_groups(self, first_order_lr: float) -> list[dict[str, Any]]:
-        """The user's groups, then those for what is in none: of layers, and of the rest."""
+    def param_groups(self, first_order_lr: float | None) -> list[dict[str, Any]]:
+        """The user's groups, then those for what is in none."""
         groups = completed_groups(self.model, self.layers.values(), self._given, first_order_lr)
         self._automatic = slice(len(self._given), len(groups))
         return groups

@@ -27,13 +27,13 @@ from tekfac.curvature.rescaling import PRODUCT
 from tekfac.curvature.stacks import StepInputs
 from tekfac.damping import BetaReading, DampingRule, as_rule
 from tekfac.layers.layer import Layer
-from tekfac.layers.side_forms import QUICK_MAX_DIM, LargeDims
+from tekfac.layers.side_forms import LargeDims, MaxDim
 from tekfac.likelihoods import Likelihood, SampledLoss
 from tekfac.methods import Method, natural_settings, paper_settings
 from tekfac.optim import messages
 from tekfac.optim.first_order import adam_directions
 from tekfac.optim.model_layers import ModelLayers
-from tekfac.optim.param_groups import Selected, named, selected_parameters
+from tekfac.optim.param_groups import ALL_NORMS, Selected, named, selected_parameters
 from tekfac.optim.schedule import WORTH_TURNS, Intervals, Schedule, cost_of_refresh
 from tekfac.optim.settings import (
     AUTO,
@@ -100,14 +100,14 @@ class NaturalGradient(Optimizer):
         batch_dim: int = 0,
         outputs: OutputSelector | None = None,
         padding_mask: PaddingMask | None = None,
-        max_dim: int = QUICK_MAX_DIM,
+        max_dim: MaxDim = "auto",
         large_dims: LargeDims = "auto",
         curvature_dtype: torch.dtype | None = None,
         memory_budget: int = 256 * 2**20,
         seed: int | None = None,
         grad_scaler: torch.amp.GradScaler | None = None,
         # which parameters
-        first_order: Selected | Iterable[Selected] = (),
+        first_order: Selected | Iterable[Selected] | None = ALL_NORMS,
         first_order_lr: float | None = None,
         first_order_step: FirstOrderStep = "adamw",
         param_groups: Iterable[Mapping[str, Any]] = (),
@@ -168,13 +168,15 @@ class NaturalGradient(Optimizer):
             outputs: a function from what the model returns to its predictions, where that is not plain.
             padding_mask: the argument of the model, or a function of its arguments, that tells which positions
                 are real; None: attention_mask and key padding masks are found.
-            max_dim: inputs or outputs of a layer beyond which that side of its block takes a cheaper form.
+            max_dim: inputs or outputs of a layer beyond which that side of its block takes a cheaper form;
+                "auto": 800 for convolutions, 400 for others.
             large_dims: which: "blocks", "diagonal", or "auto" for blocks up to 20,000 dimensions.
             curvature_dtype: torch.float32 or torch.float64; None: float32, or float64 for float64 parameters.
             memory_budget: bytes of working memory for the rows of one layer.
             seed: of the generator that draws labels; None: torch.initial_seed().
             grad_scaler: the loss scaler; only fisher="empirical" needs to know it.
-            first_order: names, modules, their types or parameters that are not to be preconditioned.
+            first_order: names, modules, their types or parameters that are not to be preconditioned; "all
+                norms" stands for all norms, None for nothing.
             first_order_lr: learning rate of what is not preconditioned; None: lr.
             first_order_step: what moves it: "adamw", or "sgd" with momentum.
             param_groups: groups with lr, momentum, weight_decay, damping or first_order of their own.
@@ -236,7 +238,6 @@ class NaturalGradient(Optimizer):
         self._highest_lr: list[float] = []
         self._refresh_seconds = 0.0
         self._is_made = False  # torch adds the first groups by the method that users add others with
-        first_order_lr = lr if settings.first_order_lr is None else settings.first_order_lr
         defaults = {
             "lr": lr,
             "momentum": momentum,
@@ -244,9 +245,9 @@ class NaturalGradient(Optimizer):
             "damping": settings.damping,
             "first_order": False,
         }
-        super().__init__(self._model_layers.param_groups(first_order_lr), defaults)
+        super().__init__(self._model_layers.param_groups(settings.first_order_lr), defaults)
         self._is_made = True
-        self._first_order_ratio = first_order_lr / lr
+        self._first_order_ratio = 1.0 if settings.first_order_lr is None else settings.first_order_lr / lr
         self._require_whole_layers()
         self._damping_rules()
         self._arm()

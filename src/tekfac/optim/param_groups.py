@@ -85,20 +85,22 @@ def resolved_groups(model: nn.Module, user_groups: Iterable[Mapping[str, Any]]) 
 
 
 def left_to_first_order(
-    model: nn.Module, selected: Iterable[Selected], groups: Iterable[Mapping[str, Any]]
+    model: nn.Module, selected: Selected | Iterable[Selected] | None, groups: Iterable[Mapping[str, Any]]
 ) -> list[nn.Parameter]:
     """The parameters that the user wants not to be preconditioned: by name, or in a group that says so."""
     own = [p for group in groups if group.get("first_order", False) for p in group["params"]]
-    return [*parameters_of(model, selected, "first_order"), *own]
+    return [*parameters_of(model, () if selected is None else selected, "first_order"), *own]
 
 
 def completed_groups(
-    model: nn.Module, layers: Iterable[Layer], groups: list[dict[str, Any]], first_order_lr: float
+    model: nn.Module, layers: Iterable[Layer], groups: list[dict[str, Any]], first_order_lr: float | None
 ) -> list[dict[str, Any]]:
-    """The given groups, then one for the remaining layers and one for whatever else remains."""
+    """The given groups, then one for what remains; or two, where what is in no layer has a rate of its own."""
     taken = {parameter for group in groups for parameter in group["params"]}
     in_layers = {parameter for layer in layers for parameter in layer.parameters}
     rest = [parameter for parameter in model.parameters() if parameter not in taken]
+    if first_order_lr is None:
+        return [*groups, {"params": rest}] if rest else groups
     preconditioned = [parameter for parameter in rest if parameter in in_layers]
     others = [parameter for parameter in rest if parameter not in in_layers]
     completed = [

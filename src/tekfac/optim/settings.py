@@ -26,10 +26,10 @@ from tekfac.damping import (
     TraceBased,
     as_rule,
 )
-from tekfac.layers.side_forms import QUICK_MAX_DIM
+from tekfac.layers.side_forms import MaxDim
 from tekfac.likelihoods import Gaussian, as_likelihood
 from tekfac.methods import Method, default_settings, refused_settings
-from tekfac.optim.param_groups import Selected
+from tekfac.optim.param_groups import ALL_NORMS, Selected
 
 Averaging = Literal["moments", "factors"]
 AVERAGINGS: tuple[Averaging, ...] = ("moments", "factors")
@@ -64,7 +64,7 @@ class Settings(Measurement):
     """Settings of a whole optimizer; a param group has lr, momentum, weight_decay, damping, first_order."""
 
     fisher: FisherKind = "empirical"
-    max_dim: int = QUICK_MAX_DIM
+    max_dim: MaxDim = "auto"
     power: float = 0.5
     rescaling: Rescaling = "moving"
     momentum_at: MomentumAt = "before"
@@ -81,7 +81,7 @@ class Settings(Measurement):
     sharing: str = "exact"
     averaging: Averaging = "moments"
     kl_clip: float | None = None
-    first_order: Iterable[Selected] = ()
+    first_order: Selected | Iterable[Selected] | None = ALL_NORMS
     first_order_lr: float | None = None
     first_order_step: FirstOrderStep = "adamw"
     param_groups: Iterable[Mapping[str, Any]] = ()

@@ -23,6 +23,7 @@ from tekfac.lab.bench.contestants import Contestant, hidden_matrices
 from tekfac.lab.contest import rates, standing
 from tekfac.lab.contest.running import Entry, Job, Outcome, run_all
 from tekfac.lab.contest.tasks import TASKS
+from tekfac.lab.optimizers import NATURAL
 from tekfac.lab.provenance import commit, provenance
 
 TUNING_SEED = 1000
@@ -51,19 +52,20 @@ class Entrant:
         return Entry(self.optimizer, rates.rate(place), self.options)
 
 
+OURS, OTHER_BASIS = (NATURAL[name].method.name for name in ("tekfac", "ekfac"))
+USUAL = "AdamW"
+BORROWED = f"{OURS} at AdamW's rate"
+
 ENTRANTS: Mapping[str, Entrant] = {
-    "TEKFAC": Entrant("tekfac", -4),
-    "EKFAC": Entrant("ekfac", -4),
+    OURS: Entrant("tekfac", -4),
+    OTHER_BASIS: Entrant("ekfac", -4),
     "SOAP": Entrant("soap", -4, {"betas": (0.95, 0.95)}),
     "Muon": Entrant("muon", -4, {"adjust_lr_fn": "match_rms_adamw", "weight_decay": 0.01}),
     "schedule-free AdamW": Entrant("schedule-free", -4),
-    "AdamW": Entrant("adamw", -5),
+    USUAL: Entrant("adamw", -5),
     "SGDM": Entrant("sgd", -2),
 }
 """All that take part, by their names in the tables."""
-
-OURS, USUAL = "TEKFAC", "AdamW"
-BORROWED = "TEKFAC at AdamW's rate"
 
 
 @dataclass(frozen=True)

@@ -13,11 +13,12 @@ from tekfac.common.files import make_folder, write_json, write_text
 from tekfac.lab.contest.running import Entry, Job, Outcome, run_all
 from tekfac.lab.contest.unseen import UNSEEN
 from tekfac.lab.contest.words import gap, spread
+from tekfac.lab.optimizers import NATURAL
 from tekfac.lab.provenance import provenance
 
-USUAL = "AdamW"
+OURS, USUAL = NATURAL["tekfac"].method.name, "AdamW"
 
-AS_THEY_COME: Mapping[str, Entry] = {"TEKFAC": Entry("tekfac", None), USUAL: Entry("adamw", None)}
+AS_THEY_COME: Mapping[str, Entry] = {OURS: Entry("tekfac", None), USUAL: Entry("adamw", None)}
 """By their names in the table."""
 
 
@@ -65,7 +66,7 @@ def page(runs: Mapping[str, Mapping[str, Sequence[Outcome]]]) -> str:
     ]
     for name, own in runs.items():
         usual = [run.final for run in own[USUAL]]
-        by_steps = [run.final for run in own["TEKFAC"]]
+        by_steps = [run.final for run in own[OURS]]
         by_seconds = [score_after(run, other.seconds) for run, other in zip(*own.values(), strict=True)]
         ratios = [run.seconds / other.seconds for run, other in zip(*own.values(), strict=True)]
         cells = [
