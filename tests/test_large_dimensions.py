@@ -201,6 +201,21 @@ def test_a_side_is_whole_then_in_blocks_then_a_diagonal(dim: int, block: int) ->
     assert SideRule().block_size(dim) == block
 
 
+@pytest.mark.parametrize(
+    ("dim", "of_convolution", "block"),
+    [
+        (400, False, 400),
+        (401, False, 201),
+        (3072, False, 384),
+        (800, True, 800),
+        (801, True, 267),
+        (4608, True, 384),
+    ],
+)
+def test_convolutions_are_whole_up_to_a_larger_size(dim: int, of_convolution: bool, block: int) -> None:
+    assert SideRule("auto").block_size(dim, of_convolution=of_convolution) == block
+
+
 @pytest.mark.parametrize(("dim", "block"), [(769, 769), (800, 800), (1153, 577), (4609, 769), (20_001, 1)])
 def test_an_optimizer_keeps_smaller_sides_whole(dim: int, block: int) -> None:
     optimizer = TEKFAC.natural(nn.Linear(dim - 1, 2))

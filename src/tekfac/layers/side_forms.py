@@ -17,13 +17,13 @@ LARGE_DIMS: tuple[LargeDims, ...] = ("auto", "blocks", "diagonal")
 DEFAULT_MAX_DIM = 5000
 """Of a Fisher that is looked at: 4096 inputs, or 512 channels under a 3 x 3 kernel, and a bias, are whole."""
 
-MAX_DIM_OF_CONVOLUTIONS = 800
-"""By "auto": 64 channels under a 3 x 3 kernel, and a bias, are whole.
+WHOLE_OF_CONVOLUTIONS = 800
+"""Dimensions up to which "auto" keeps sides of convolutions whole: 64 channels under a 3 x 3 kernel, and a bias.
 
 A convolution uses its weights at many positions, beside which the products with its sides are few."""
 
-MAX_DIM_OF_OTHERS = 400
-"""By "auto": 384 inputs and a bias are whole.
+WHOLE = 400
+"""The same for other layers, and the largest size of blocks: 384 inputs and a bias are whole.
 
 Of a linear layer, the products with its sides are the larger part of a step. docs/results/ablation has what
 blocks cost in accuracy, docs/results/inner-products.md what sides take."""
@@ -51,7 +51,7 @@ class SideRule:
         """The size of the blocks: `dim` is whole, 1 is diagonal."""
         most = self.max_dim
         if most == "auto":
-            most = MAX_DIM_OF_CONVOLUTIONS if of_convolution else MAX_DIM_OF_OTHERS
+            most = WHOLE_OF_CONVOLUTIONS if of_convolution and dim <= WHOLE_OF_CONVOLUTIONS else WHOLE
         blocks = math.ceil(dim / most)
         if self.large_dims == "diagonal" and blocks > 1:
             return 1
