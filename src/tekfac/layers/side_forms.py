@@ -18,7 +18,7 @@ DEFAULT_MAX_DIM = 5000
 """Of a Fisher that is looked at: 4096 inputs, or 512 channels under a 3 x 3 kernel, and a bias, are whole."""
 
 WHOLE_OF_CONVOLUTIONS = 800
-"""Dimensions up to which "auto" keeps sides of convolutions whole: 64 channels under a 3 x 3 kernel, and a bias.
+"""Dimensions up to which "auto" keeps a convolution's side whole: 64 channels under a 3 x 3 kernel, a bias.
 
 A convolution uses its weights at many positions, beside which the products with its sides are few."""
 
