@@ -2,7 +2,7 @@
 
 The model starts from random weights and learns the source of Python's `email` package, byte by byte. Its
 layers are transformers' own `Conv1D`, and its head shares its weight with the embedding; TEKFAC preconditions
-both, and the layer norms. The Trainer accumulates batches and clips gradients as for any other optimizer.
+both. The Trainer accumulates batches and clips gradients as for any other optimizer.
 
 Run: python examples/huggingface_gpt2.py (fifteen seconds)
 """

@@ -99,7 +99,7 @@ def test_a_model_without_a_supported_layer_is_refused_with_what_is_supported(
 def test_a_model_of_an_embedding_and_a_norm_alone_is_not_refused(method: type[NaturalGradient]) -> None:
     """Layers of every kind count, not only matrices."""
     model = nn.Sequential(nn.Embedding(4, 3), nn.LayerNorm(3)).double()
-    optimizer = method(model, damping=0.1, first_order=None)
+    optimizer = method(model, damping=0.1, precondition_norms=True)
     train(model, optimizer, [(torch.tensor([0, 2, 2, 3]), torch.tensor([0, 1, 2, 2]))])
     assert set(optimizer.curvature) == {"0", "1"}
 

@@ -18,6 +18,8 @@ import tekfac
 from dense import METHODS, every_method
 from tekfac.cli.main import main
 from tekfac.explanation import HEADER, Explanation
+from tekfac.lab import models
+from tekfac.layers.inventory import A_NORM
 from tekfac.optim.natural_gradient import NaturalGradient
 
 EVERY_METHOD = [method.__name__.lower() for method in METHODS]
@@ -57,7 +59,7 @@ def told(model: nn.Module, **settings: Any) -> Explanation:
 
 def test_every_parameter_is_in_a_layer_or_has_a_reason() -> None:
     model = everything()
-    explanation = told(model, first_order=None)
+    explanation = told(model, precondition_norms=True)
     in_layers = sum(layer.parameters for layer in explanation.layers)
     left = {parameter.name: parameter.parameters for parameter in explanation.first_order}
     assert in_layers + sum(left.values()) == sum(p.numel() for p in model.parameters())
@@ -106,7 +108,7 @@ def test_memory_is_what_the_curvature_takes(method: type[NaturalGradient], setti
 
 
 def test_the_table_says_how_each_layer_is_treated() -> None:
-    rows = {layer.name: layer for layer in told(everything(), max_dim=4, first_order=None).layers}
+    rows = {layer.name: layer for layer in told(everything(), max_dim=4, precondition_norms=True).layers}
     assert rows["table"].module == "Embedding + Linear"
     assert rows["table"].treatment == "table and output projection"
     assert rows["table"].outputs == "11, diagonal"
@@ -162,10 +164,10 @@ def test_what_is_left_out_on_request_is_named_so() -> None:
 
 def test_frozen_layers_are_listed_and_cost_nothing() -> None:
     model = everything()
-    whole = told(model, first_order=None)
+    whole = told(model, precondition_norms=True)
     model.memory.requires_grad_(False)
     model.slope.requires_grad_(False)
-    explanation = told(model, first_order=None)
+    explanation = told(model, precondition_norms=True)
     frozen = {layer.name for layer in explanation.layers if layer.frozen}
     assert frozen == {"memory.ih_l0", "memory.hh_l0", "memory.ih_l0_reverse", "memory.hh_l0_reverse"}
     assert explanation.memory == sum(layer.memory for layer in whole.layers if layer.name not in frozen)
@@ -227,6 +229,15 @@ def test_the_command_prints_the_same_table(network: Path, capsys: pytest.Capture
     assert main(["explain", "--model", f"{network}:make", "--method", "kfac", "--max-dim", "4"]) == 0
     model = nn.Sequential(nn.Linear(6, 5), nn.PReLU(), nn.Linear(5, 3))
     assert capsys.readouterr().out == f"{told(model, method='kfac', max_dim=4)}\n"
+
+
+def test_the_command_explains_the_optimizer_as_it_comes(capsys: pytest.CaptureFixture[str]) -> None:
+    """Norms included, which it trains by AdamW, weight and bias alike."""
+    assert main(["explain", "--model", "resnet20-he", "--channels", "3", "--classes", "10", "--json"]) == 0
+    explained = json.loads(capsys.readouterr().out)
+    optimizer = tekfac.TEKFAC(models.build("resnet20-he", options={}, channels=3, classes=10, size=32))
+    assert [layer["name"] for layer in explained["layers"]] == list(optimizer._layers)
+    assert {p["reason"] for p in explained["first_order"]} == {A_NORM}
 
 
 def test_the_command_gives_json(network: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from dense import METHODS, assert_close
 from tekfac import TEKFAC
+from tekfac.optim.first_order import EPSILON, adam_directions
 from tekfac.optim.natural_gradient import NaturalGradient
 from training import assert_identical, cnn, images, mlp, train, vectors
 
@@ -337,3 +338,42 @@ def test_a_sparse_gradient_of_an_embedding_is_preconditioned_as_a_dense_one() ->
         tables.append(model.table.weight.detach())
     assert_close(*tables)
     assert not torch.equal(tables[0], Embedded().table.weight)
+
+
+# -- AdamW ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("precision", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+def test_adamw_moves_each_parameter_as_if_it_were_alone(precision: torch.dtype) -> None:
+    """Of several sizes and pasts, one that gets a gradient later, and one without any number in it."""
+    shapes = [(3, 2), (4,), (5,), (0,)]
+    parameters = [torch.zeros(shape, dtype=precision) for shape in shapes]
+    momenta = dict(zip(parameters, (0.9, 0.9, 0.5, 0.9), strict=True))
+    together: dict[Tensor, dict[str, Any]] = {p: {} for p in parameters}
+    alone: dict[Tensor, dict[str, Any]] = {p: {} for p in parameters}
+    for step in range(4):
+        present = [p for place, p in enumerate(parameters) if step > 1 or place != 1]
+        gradients = {p: torch.randn(p.shape, generator=_numbers(step, i)).to(p) for i, p in enumerate(present)}
+        finite = torch.tensor(step != 2)
+        found = adam_directions(gradients, together, momenta, finite)
+        assert set(found) == set(present)
+        for parameter, gradient in gradients.items():
+            (own,) = adam_directions({parameter: gradient}, alone, momenta, finite).values()
+            assert found[parameter].dtype == precision
+            assert torch.equal(found[parameter], own)
+            assert torch.equal(together[parameter]["exp_avg_sq"], alone[parameter]["exp_avg_sq"])
+
+
+def test_adamw_is_that_of_its_formula() -> None:
+    parameter, state = torch.zeros(3).double(), {}
+    states: dict[Tensor, dict[str, Any]] = {parameter: state}
+    gradients = [torch.randn(3, generator=_numbers(step, 0)).double() for step in range(3)]
+    for gradient in gradients:
+        (direction,) = adam_directions({parameter: gradient}, states, {parameter: 0.9}, None).values()
+    first = sum(0.9 ** (2 - i) * g for i, g in enumerate(gradients)) / (1 + 0.9 + 0.81)
+    second = sum(0.95 ** (2 - i) * g.square() for i, g in enumerate(gradients)) / (1 + 0.95 + 0.95**2)
+    assert_close(direction, first / (second + EPSILON * second.mean()).sqrt())
+
+
+def _numbers(*seed: int) -> torch.Generator:
+    return torch.Generator().manual_seed(hash(seed) % 2**31)

@@ -48,8 +48,8 @@ def test_a_run_resumed_from_its_checkpoint_is_the_uninterrupted_one(runs: Any) -
 
 
 @pytest.mark.slow
-def test_every_parameter_is_preconditioned_those_of_embeddings_norms_and_conv1d_included(runs: Any) -> None:
-    """But for the embeddings of positions, which are looked up once for all samples."""
+def test_every_parameter_is_preconditioned_those_of_embeddings_and_conv1d_included(runs: Any) -> None:
+    """But for norms, and the embeddings of positions, which are looked up once for all samples."""
     tekfac, _, _ = runs
     kinds = {type(module).__name__ for module in tekfac.model.modules()}
     assert {"Embedding", "LayerNorm"} < kinds

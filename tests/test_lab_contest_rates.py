@@ -62,7 +62,7 @@ def test_the_grid_grows_until_the_best_rate_lies_inside(tmp_path: Path) -> None:
         for name, lr in (("tekfac", 1e-2), ("adamw", 1e-5), ("tekfac", 1e-5))
     ]
     assert "| TEKFAC | `tekfac, lr=0.01` | 1 ± 0 | 1 ± 0 | 0.50 | 0.50 | 16.7 |" in text
-    assert "| AdamW | `adamw, lr=1e-05` | 1 ± 0 | 1 ± 0 | 1 | 1 |" in text
+    assert "| AdamW | `adamw, lr=1e-05` | 1 ± 0 | 1 ± 0 | 1.00 | 1.00 |" in text
     assert f"| {BORROWED} | `tekfac, lr=1e-05` | 4 ± 0 | 4 ± 0 | not reached | not reached |" in text
     assert "- command: the command" in text
     numbers = json.loads((tmp_path / "classifier.json").read_text())
@@ -81,16 +81,18 @@ def test_finished_runs_are_not_repeated(tmp_path: Path) -> None:
     assert len(RUNS) == 2
 
 
-def test_a_ledger_keeps_what_diverged_and_refuses_what_is_no_run(tmp_path: Path) -> None:
-    path = tmp_path / "gpt.jsonl"
+def test_a_ledger_keeps_what_diverged_and_refuses_what_is_no_run_or_of_other_code(tmp_path: Path) -> None:
+    path, code = tmp_path / "gpt.jsonl", {"commit": "abc"}
     job = Job("gpt", Entry("sgd", 1.0), 0, 10)
-    Ledger.at(path).add(job, Outcome([(5, 0.5, 2.0), (10, 1.0, math.inf)], math.inf))
-    (again,) = Ledger.at(path).runs.values()
+    Ledger.at(path, code).add(job, Outcome([(5, 0.5, 2.0), (10, 1.0, math.inf)], math.inf))
+    (again,) = Ledger.at(path, code).runs.values()
     assert again == Outcome([(5, 0.5, 2.0), (10, 1.0, math.inf)], math.inf)
+    with pytest.raises(ValueError, match=r"were made by \{'commit': 'abc'\}; others would be made by .*'def'"):
+        Ledger.at(path, {"commit": "def"})
     with path.open("a") as file:
         file.write('{"job": "gpt"\n')
     with pytest.raises(ValueError, match=r"Line 2 of .* is no finished run\. Remove the line"):
-        Ledger.at(path)
+        Ledger.at(path, code)
 
 
 def test_places_are_rates() -> None:
@@ -114,17 +116,34 @@ def test_a_grid_goes_on_beyond_the_end_that_is_best(scores: list[float], expecte
 
 
 def test_the_width_of_good_rates_is_read_from_lines_between_them() -> None:
-    assert rates.width({0: 3.0, 1: 1.0, 2: 2.0}, 0.5) == pytest.approx((0.25 + 0.5) / 2)
-    assert rates.width({0: math.inf, 1: 1.0, 2: 1.0, 3: math.inf}, 0.5) == pytest.approx(0.5)
-    assert rates.width({0: 1.0, 1: 1.0, 2: 1.0}, 0.5) == pytest.approx(1.0)
+    assert rates.width({0: 3.0, 1: 1.0, 2: 2.0}, 0.5) == (pytest.approx((0.25 + 0.5) / 2), False)
+    assert rates.width({0: math.inf, 1: 1.0, 2: 1.0, 3: math.inf}, 0.5) == (pytest.approx(0.5), False)
+    assert rates.width({0: 1.0, 1: 1.0, 2: 1.0}, 0.5) == (pytest.approx(1.0), True)
+    assert rates.width({0: 1.0, 1: 1.1, 2: 4.0}, 0.5) == (pytest.approx((1 + 0.4 / 2.9) / 2), True)
 
 
-def test_a_target_is_reached_between_two_looks() -> None:
-    curve = [(10.0, 4.0), (20.0, 2.0), (30.0, 1.0)]
-    assert rates.crossing(curve, 3.0) == pytest.approx(15.0)
-    assert rates.crossing(curve, 5.0) == 10.0
-    assert rates.crossing(curve, 0.5) == math.inf
-    assert rates.crossing([(10.0, math.inf), (20.0, 1.0)], 3.0) == 20.0
+def test_a_target_is_reached_where_a_curve_stays_below_it() -> None:
+    curve = [(0.0, 5.0), (10.0, 4.0), (20.0, 2.0), (30.0, 1.0)]
+    assert rates.settled(curve, 3.0) == pytest.approx(15.0)
+    assert rates.settled(curve, 6.0) == 0.0
+    assert rates.settled(curve, 0.5) == math.inf
+    assert rates.settled([(10.0, math.inf), (20.0, 1.0)], 3.0) == 20.0
+    assert rates.settled([(0.0, 5.0), (10.0, 2.0), (20.0, 4.0), (30.0, 2.0)], 3.0) == pytest.approx(25.0)
+
+
+def test_a_target_that_diverged_is_none() -> None:
+    runs = {
+        "AdamW": [
+            Outcome([(0, 0.0, 5.0), (10, 1.0, math.inf)], 1.0),
+            Outcome([(0, 0.0, 5.0), (10, 1.0, 2.0)], 1.0),
+        ],
+        "TEKFAC": [Outcome([(0, 0.0, 5.0), (10, 1.0, 2.0)], 1.0)] * 2,
+    }
+    tuned = {name: {-5: math.inf, -4: math.inf} for name in runs}
+    entries = {name: ENTRANTS[name].at(-4) for name in runs}
+    text = page(Standing(TASKS["gpt"], 300, tuned, entries, runs))
+    assert "| TEKFAC | `tekfac, lr=0.01` | 2 ± 0 | 1 ± 0 | – | – | 100 |" in text
+    assert "| AdamW | diverged | diverged | – |" in text
 
 
 def test_without_adamw_there_is_no_target() -> None:

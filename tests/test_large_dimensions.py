@@ -212,7 +212,9 @@ def test_a_side_is_whole_then_in_blocks_then_a_diagonal(dim: int, block: int) ->
         (4608, True, 384),
     ],
 )
-def test_convolutions_are_whole_up_to_a_larger_size(dim: int, of_convolution: bool, block: int) -> None:
+def test_by_default_convolutions_are_whole_up_to_a_larger_size(
+    dim: int, of_convolution: bool, block: int
+) -> None:
     assert SideRule("auto").block_size(dim, of_convolution=of_convolution) == block
 
 
@@ -243,3 +245,9 @@ def test_a_wide_layer_trains_with_its_outputs_in_blocks() -> None:
     assert basis.vectors_out.shape == (1, 160, 40)
     assert basis.vectors_in.shape == (1, 41, 41)
     assert losses[-1] < 0.2 * losses[0]
+
+
+def test_an_optimizer_cuts_linear_layers_sooner_than_convolutions() -> None:
+    model = nn.Sequential(nn.Conv2d(56, 2, 3), nn.Flatten(), nn.Linear(500, 2), nn.Linear(2, 500))
+    shapes = [layer.shape for layer in TEKFAC(model)._layers.values()]
+    assert [(shape.side_in, shape.side_out) for shape in shapes] == [(505, 2), (251, 2), (3, 250)]

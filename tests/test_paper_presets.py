@@ -77,7 +77,7 @@ def test_norms_are_first_order_as_the_paper_knows_only_matrices(
     assert layers(method.paper) == {"0", "3"}
     assert layers(method.paper, first_order=()) == with_norm
     assert layers(method) == {"0", "3"}
-    assert layers(method, first_order=None) == layers(method.natural) == with_norm
+    assert layers(method, precondition_norms=True) == layers(method.natural) == with_norm
 
 
 @pytest.mark.parametrize("method", METHODS)

@@ -266,8 +266,8 @@ def factored(layer: Spectrum, damping: Tensor, split: str) -> Tensor:
 
 
 def looks_at_network(rule: DampingRule) -> bool:
-    """Whether a rule may look at other layers than its own; those of users may."""
-    return not isinstance(rule, Tikhonov | Factored | Relative | TraceBased)
+    """Whether a rule may look at other layers than its own, or at more than a group; those of users may."""
+    return type(rule) not in (Tikhonov, Factored, Relative, TraceBased)
 
 
 def as_rule(damping: float | DampingRule | None, own_rule: DampingRule) -> DampingRule:

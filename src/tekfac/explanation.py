@@ -166,7 +166,13 @@ def explain(
     resolved = resolve(chosen, settings)
     groups = resolved_groups(model, resolved.param_groups)
     left_out = left_to_first_order(model, resolved.first_order, groups)
-    inventory = take_inventory(model, left_out, resolved.side_rule, resolved.curvature_dtype)
+    inventory = take_inventory(
+        model,
+        left_out,
+        resolved.side_rule,
+        resolved.curvature_dtype,
+        norms=resolved.precondition_norms,
+    )
     explanation = Explanation(
         chosen.name,
         tuple(

@@ -133,7 +133,7 @@ def natural_settings(method: Method) -> dict[str, Any]:
         "fisher": "sampled",
         "first_order_step": "sgd",
         "max_dim": 800,
-        "first_order": None,
+        "precondition_norms": True,
     }
     if method.rescaling.measured:
         settings |= {"rescaling_decay": 0.95, "rescaling_every": 50}

@@ -402,7 +402,8 @@ class Capture:
         if arrived and layer.weight.requires_grad:
             rows = call.rows
             share = 1.0 if rows is None else len(rows) / passed.selection.samples
-            batch = FormedBatch(layer, torch.cat(arrived), share * passed.context.num_terms)
+            gradients = arrived[0] if len(arrived) == 1 else torch.cat(arrived)  # whose layout would be lost
+            batch = FormedBatch(layer, gradients, share * passed.context.num_terms)
             self._probed.add(layer.name)
             self._batches.setdefault(layer.name, []).append(batch)
 

@@ -14,11 +14,15 @@ from tekfac.layers.kinds.embedding import TableKind
 from tekfac.layers.kinds.linear import LinearKind
 from tekfac.layers.layer import Layer, Use
 from tekfac.layers.names import inside, named_modules
-from tekfac.layers.registry import has_own_forward, kind_of
+from tekfac.layers.registry import has_own_forward, is_norm, kind_of
 from tekfac.layers.shapes import LayerShape
 from tekfac.layers.side_forms import SideRule
 
 ON_REQUEST = "left to first order on request"
+A_NORM = "norms are, by default (precondition_norms=True gives them blocks)"
+AS_MEANT = (ON_REQUEST, A_NORM)
+"""Reasons that nobody has to be warned of."""
+
 FROZEN_WEIGHT = "its weight is frozen"
 
 
@@ -61,6 +65,8 @@ def take_inventory(
     left_to_first_order: Iterable[Tensor],
     rule: SideRule | None = None,
     dtype: torch.dtype | None = None,
+    *,
+    norms: bool = True,
 ) -> Inventory:
     """Find the layers of a model.
 
@@ -73,6 +79,7 @@ def take_inventory(
         left_to_first_order: parameters that are not to be preconditioned.
         rule: which form large sides get.
         dtype: of the curvature; None: float64 for float64 parameters, float32 otherwise.
+        norms: whether norms are layers, too.
 
     Raises:
         ValueError: for a lazy layer that has not seen data yet.
@@ -84,8 +91,13 @@ def take_inventory(
     for weight, own in claims.items():
         first = own[0]
         reason = _reason(first, own, holders[weight], requested)
+        if reason != ON_REQUEST and not norms and all(is_norm(claim.use.module) for claim in own):
+            reason = A_NORM
         if reason is not None and reason != FROZEN_WEIGHT:
             inventory.reasons[first.weight_name] = reason
+            if reason in AS_MEANT:
+                biases = [claim for claim in own if claim.bias is not None]
+                inventory.reasons |= {claim.bias_name: reason for claim in biases}
             continue
         with_bias = next((claim for claim in own if claim.bias is not None), first)
         bias = with_bias.bias

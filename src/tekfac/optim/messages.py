@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from torch import Tensor
 
-from tekfac.layers.inventory import ON_REQUEST, Inventory
+from tekfac.layers.inventory import AS_MEANT, Inventory
 
 logger = logging.getLogger("tekfac")
 
@@ -29,7 +29,7 @@ def inventory(optimizer: str, found: Inventory, names: Mapping[Tensor, str], tol
         told: what was said before, which is added to.
     """
     for name, reason in found.reasons.items():
-        if reason != ON_REQUEST:
+        if reason not in AS_MEANT:
             _once(
                 told,
                 logging.WARNING,
@@ -40,7 +40,7 @@ def inventory(optimizer: str, found: Inventory, names: Mapping[Tensor, str], tol
     trained = [p for p in names if p.requires_grad]
     trained_layers = sum(layer.weight.requires_grad for layer in found.layers.values())
     share = sum(p.numel() for p in trained if p in in_layers) / max(1, sum(p.numel() for p in trained))
-    requested = bool(others) and all(found.reasons.get(name) == ON_REQUEST for name in others)
+    requested = bool(others) and all(found.reasons.get(name) in AS_MEANT for name in others)
     rest = f"By first order: {', '.join(others)}." if others else "Nothing is left out."
     _once(
         told,

@@ -112,7 +112,13 @@ class ModelLayers:
 
     def _inventory(self, requested: Iterable[Tensor]) -> Inventory:
         settings = self._settings
-        return take_inventory(self.model, requested, settings.side_rule, settings.curvature_dtype)
+        return take_inventory(
+            self.model,
+            requested,
+            settings.side_rule,
+            settings.curvature_dtype,
+            norms=settings.precondition_norms,
+        )
 
     def _is_trainable(self) -> list[bool]:
         """Of every parameter, whether it is not frozen now."""

@@ -33,7 +33,7 @@ from tekfac.methods import Method, natural_settings, paper_settings
 from tekfac.optim import messages
 from tekfac.optim.first_order import adam_directions
 from tekfac.optim.model_layers import ModelLayers
-from tekfac.optim.param_groups import ALL_NORMS, Selected, named, selected_parameters
+from tekfac.optim.param_groups import Selected, named, selected_parameters
 from tekfac.optim.schedule import WORTH_TURNS, Intervals, Schedule, cost_of_refresh
 from tekfac.optim.settings import (
     AUTO,
@@ -107,7 +107,8 @@ class NaturalGradient(Optimizer):
         seed: int | None = None,
         grad_scaler: torch.amp.GradScaler | None = None,
         # which parameters
-        first_order: Selected | Iterable[Selected] | None = ALL_NORMS,
+        first_order: Selected | Iterable[Selected] = (),
+        precondition_norms: bool = False,
         first_order_lr: float | None = None,
         first_order_step: FirstOrderStep = "adamw",
         param_groups: Iterable[Mapping[str, Any]] = (),
@@ -169,14 +170,14 @@ class NaturalGradient(Optimizer):
             padding_mask: the argument of the model, or a function of its arguments, that tells which positions
                 are real; None: attention_mask and key padding masks are found.
             max_dim: inputs or outputs of a layer beyond which that side of its block takes a cheaper form;
-                "auto": 800 for convolutions, 400 for others.
+                "auto": 800 for convolutions, 400 for others, in blocks of at most 400.
             large_dims: which: "blocks", "diagonal", or "auto" for blocks up to 20,000 dimensions.
             curvature_dtype: torch.float32 or torch.float64; None: float32, or float64 for float64 parameters.
             memory_budget: bytes of working memory for the rows of one layer.
             seed: of the generator that draws labels; None: torch.initial_seed().
             grad_scaler: the loss scaler; only fisher="empirical" needs to know it.
-            first_order: names, modules, their types or parameters that are not to be preconditioned; "all
-                norms" stands for all norms, None for nothing.
+            first_order: names, modules, their types or parameters that are not to be preconditioned.
+            precondition_norms: whether norms have blocks; else they are trained as what is not preconditioned.
             first_order_lr: learning rate of what is not preconditioned; None: lr.
             first_order_step: what moves it: "adamw", or "sgd" with momentum.
             param_groups: groups with lr, momentum, weight_decay, damping or first_order of their own.

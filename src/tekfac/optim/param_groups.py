@@ -85,11 +85,11 @@ def resolved_groups(model: nn.Module, user_groups: Iterable[Mapping[str, Any]]) 
 
 
 def left_to_first_order(
-    model: nn.Module, selected: Selected | Iterable[Selected] | None, groups: Iterable[Mapping[str, Any]]
+    model: nn.Module, selected: Selected | Iterable[Selected], groups: Iterable[Mapping[str, Any]]
 ) -> list[nn.Parameter]:
     """The parameters that the user wants not to be preconditioned: by name, or in a group that says so."""
     own = [p for group in groups if group.get("first_order", False) for p in group["params"]]
-    return [*parameters_of(model, () if selected is None else selected, "first_order"), *own]
+    return [*parameters_of(model, selected, "first_order"), *own]
 
 
 def completed_groups(

@@ -29,7 +29,7 @@ from tekfac.damping import (
 from tekfac.layers.side_forms import MaxDim
 from tekfac.likelihoods import Gaussian, as_likelihood
 from tekfac.methods import Method, default_settings, refused_settings
-from tekfac.optim.param_groups import ALL_NORMS, Selected
+from tekfac.optim.param_groups import Selected
 
 Averaging = Literal["moments", "factors"]
 AVERAGINGS: tuple[Averaging, ...] = ("moments", "factors")
@@ -81,7 +81,8 @@ class Settings(Measurement):
     sharing: str = "exact"
     averaging: Averaging = "moments"
     kl_clip: float | None = None
-    first_order: Selected | Iterable[Selected] | None = ALL_NORMS
+    first_order: Selected | Iterable[Selected] = ()
+    precondition_norms: bool = False
     first_order_lr: float | None = None
     first_order_step: FirstOrderStep = "adamw"
     param_groups: Iterable[Mapping[str, Any]] = ()
@@ -121,7 +122,7 @@ class Settings(Measurement):
             _require_positive("first_order_lr", self.first_order_lr, "a positive number")
         if self.turns != AUTO and not isinstance(self.turns, bool):
             raise ValueError(f"Invalid turns: {self.turns!r}. Expected True, False or 'auto'.")
-        for name in ("track_basis", "nesterov"):
+        for name in ("track_basis", "nesterov", "precondition_norms"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"Invalid {name}: {getattr(self, name)!r}. Expected True or False.")
         tolerance = self.basis_tolerance

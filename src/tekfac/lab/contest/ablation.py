@@ -36,9 +36,9 @@ VARIANTS: Mapping[str, Entry] = {
     "squares of a longer past": Entry("tekfac", LR, {"rescaling_decay": 0.99}),
     "measured every 50": Entry("tekfac", LR, {"factors_every": 50, "basis_every": 50}),
     "tracked bases": Entry("tekfac", LR, {"track_basis": True}),
-    "blocks of norms": Entry("tekfac", LR, {"first_order": None}),
+    "blocks of norms": Entry("tekfac", LR, {"precondition_norms": True}),
     "large sides in halves": Entry("tekfac", LR, {"max_dim": 150}),
-    "exact statistics": Entry("tekfac", LR, {"statistics_samples": None, "turns": False, "first_order": None}),
+    "exact statistics": Entry("tekfac", LR, {"statistics_samples": None, "turns": False}),
     "AdamW": Entry("adamw", 3e-3),
     "SOAP": Entry("soap", LR, {"betas": (0.95, 0.95)}),
 }

@@ -24,13 +24,13 @@ from tekfac.lab.contest import rates, standing
 from tekfac.lab.contest.running import Entry, Job, Outcome, run_all
 from tekfac.lab.contest.tasks import TASKS
 from tekfac.lab.optimizers import NATURAL
-from tekfac.lab.provenance import commit, provenance
+from tekfac.lab.provenance import provenance
 
 TUNING_SEED = 1000
 """Of the runs by which learning rates are chosen."""
 
 TUNING_STEPS = {"gpt": 300, "resnet": 237, "cnn": 213, "classifier": 300, "autoencoder": 300}
-"""Of the runs by which learning rates are chosen: about half of a whole one, with its own schedule."""
+"""Of the runs by which learning rates are chosen: a third or a half of a whole one, with its own schedule."""
 
 
 @dataclass(frozen=True)
@@ -103,47 +103,51 @@ class Ledger:
 
     Attributes:
         path: of the file.
+        made_by: the code, and what else its runs have in common: their times can be compared.
         runs: outcomes, by job.
-        commits: of the code that made them.
     """
 
     path: Path
+    made_by: Mapping[str, Any]
     runs: dict[str, Outcome] = field(default_factory=dict)
-    commits: set[str] = field(default_factory=set)
 
     @classmethod
-    def at(cls, path: Path) -> Ledger:
+    def at(cls, path: Path, made_by: Mapping[str, Any]) -> Ledger:
         """With what is in a file, if there is one.
 
         Raises:
-            ValueError: if a line of it is something else.
+            ValueError: if a line of it is something else, or was made by something else.
         """
-        ledger = cls(path)
+        ledger = cls(path, made_by)
         for number, line in enumerate(path.read_text().splitlines() if path.exists() else (), start=1):
             try:
                 entry = json.loads(line)
                 ledger.runs[entry["job"]] = Outcome.of_plain(entry["outcome"])
-                ledger.commits.add(entry["commit"])
+                by = entry["made by"]
             except (ValueError, KeyError, TypeError) as error:
                 raise ValueError(
                     f"Line {number} of {path} is no finished run. Remove the line to run it again, or give "
                     "another folder by --out."
                 ) from error
+            if by != made_by:
+                raise ValueError(
+                    f"{path} has runs that were made by {by}; others would be made by {dict(made_by)}, and "
+                    "cannot be compared with them. Give another folder by --out, or remove the file."
+                )
         return ledger
 
     def add(self, job: Job, outcome: Outcome) -> None:
         """Keep a run."""
-        key, made_by = _key(job), commit()
+        key = _key(job)
         self.runs[key] = outcome
-        self.commits.add(made_by)
         with self.path.open("a") as file:
-            file.write(json.dumps({"job": key, "commit": made_by, "outcome": outcome.plain()}) + "\n")
+            file.write(json.dumps({"job": key, "made by": self.made_by, "outcome": outcome.plain()}) + "\n")
 
     def outcomes(self, jobs: Iterable[Job], processes: int, say: Callable[[str], None]) -> list[Outcome]:
         """Of all jobs; those that are not there yet are run."""
         jobs = list(jobs)
-        missing = [job for job in jobs if _key(job) not in self.runs]
-        run_all(missing, processes, say, self.add)
+        missing = {_key(job): job for job in jobs if _key(job) not in self.runs}
+        run_all(missing.values(), processes, say, self.add)
         return [self.runs[_key(job)] for job in jobs]
 
 
@@ -154,7 +158,14 @@ def _key(job: Job) -> str:
 def compete(wish: Contest, out: Path, command: str, say: Callable[[str], None]) -> str:
     """Tune, run, and write NAME.md and NAME.json; give the former."""
     make_folder(out)
-    ledger = Ledger.at(out / f"{wish.task}.jsonl")
+    origin = {
+        **provenance(command, torch.device("cpu")),
+        "seeds": list(wish.seeds),
+        "threads": 1,
+        "runs at a time": wish.processes,
+    }
+    common = {key: origin[key] for key in ("commit", "machine", "versions", "runs at a time")}
+    ledger = Ledger.at(out / f"{wish.task}.jsonl", common)
     entrants = present(wish, say)
     tuned = _tuned(wish, entrants, ledger, say)
     chosen = {name: ENTRANTS[name].at(rates.best(scores)) for name, scores in tuned.items()}
@@ -169,13 +180,6 @@ def compete(wish: Contest, out: Path, command: str, say: Callable[[str], None]) 
     outcomes = ledger.outcomes(jobs, wish.processes, say)
     final = {name: outcomes[place :: len(chosen)] for place, name in enumerate(chosen)}
     result = standing.Standing(TASKS[wish.task], wish.tuning_steps, tuned, chosen, final)
-    origin = {
-        **provenance(command, torch.device("cpu")),
-        "commit": ", ".join(sorted(ledger.commits)),
-        "seeds": list(wish.seeds),
-        "threads": 1,
-        "runs at a time": wish.processes,
-    }
     text = standing.page(result) + "\n".join(f"- {key}: {value}" for key, value in origin.items()) + "\n"
     write_text(out / f"{wish.task}.md", text)
     write_json(out / f"{wish.task}.json", {"origin": origin, **result.plain()})

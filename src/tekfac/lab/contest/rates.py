@@ -39,16 +39,20 @@ def next_place(scores: Mapping[int, float]) -> int | None:
     return here + 1 if here == max(scores) else None
 
 
-def width(scores: Mapping[int, float], slack: float) -> float:
+def width(scores: Mapping[int, float], slack: float) -> tuple[float, bool]:
     """The powers of ten, around the best learning rate, at which scores are within `slack` of the best.
 
     Between two places scores are taken to lie on a line over the logarithm of the rate.
+
+    Returns:
+        The width, and whether it reaches an end of what was tried, so that it may be larger.
     """
     here = best(scores)
     limit = scores[here] + slack
-    above = _reach([scores[place] for place in sorted(scores) if place >= here], limit)
-    below = _reach([scores[place] for place in sorted(scores, reverse=True) if place <= here], limit)
-    return (above + below) / 2
+    upwards = [scores[place] for place in sorted(scores) if place >= here]
+    downwards = [scores[place] for place in sorted(scores, reverse=True) if place <= here]
+    is_open = any(max(way) <= limit for way in (upwards, downwards))
+    return (_reach(upwards, limit) + _reach(downwards, limit)) / 2, is_open
 
 
 def _reach(scores: Sequence[float], limit: float) -> float:
@@ -59,14 +63,15 @@ def _reach(scores: Sequence[float], limit: float) -> float:
     return float(len(scores) - 1)
 
 
-def crossing(curve: Iterable[tuple[float, float]], target: float) -> float:
-    """Where a curve of (x, score) first reaches a target, on lines between its points; inf if it does not."""
-    before: tuple[float, float] | None = None
-    for x, score in curve:
-        if score <= target:
-            if before is None or not math.isfinite(before[1]):
-                return x
-            start, above = before
-            return start + (x - start) * (above - target) / (above - score)
-        before = (x, score)
-    return math.inf
+def settled(curve: Iterable[tuple[float, float]], target: float) -> float:
+    """From where on a curve of (x, score) stays at or below a target, on lines between its points.
+
+    inf where its last point is above.
+    """
+    points = list(curve)
+    if points[-1][1] > target:
+        return math.inf
+    for (start, above), (x, score) in reversed(list(pairwise(points))):
+        if above > target:
+            return start + (x - start) * (above - target) / (above - score) if math.isfinite(above) else x
+    return points[0][0]

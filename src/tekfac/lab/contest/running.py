@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 import math
 import multiprocessing
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -27,11 +28,13 @@ LOOKS = 20
 DIVERGED = math.inf
 """Stands for a score that is not a number."""
 
+BATCH_NORMS = (torch.nn.BatchNorm1d, torch.nn.BatchNorm2d, torch.nn.BatchNorm3d)
+
 WITHOUT_SCHEDULE = ("schedule-free",)
 """Optimizers whose learning rate rises as the others' does, and then stays."""
 
 PASSES_FOR_NORMS = 10
-"""Of training batches, by which norms learn the statistics of averaged weights."""
+"""Of training batches, by whose mean norms learn the statistics of averaged weights."""
 
 
 @dataclass(frozen=True)
@@ -89,7 +92,7 @@ class Outcome:
     """What came of a run.
 
     Attributes:
-        scores: (steps, seconds of training, score), from the first look to the last.
+        scores: (steps, seconds of training, score), from before the first step to the last.
         training_loss: the mean of the last tenth of the steps.
     """
 
@@ -132,7 +135,8 @@ def run(job: Job) -> Outcome:
     share_of_lr = task.rising if job.entry.optimizer in WITHOUT_SCHEDULE else task.share_of_lr
     optimizer = job.entry.contestant(task.likelihood).make(training.model, job.seed)
     rates = [(group, group["lr"]) for part in _parts(optimizer) for group in part.param_groups]
-    scores, losses, seconds = [], [], 0.0
+    _warm_up()
+    scores, losses, seconds = [(0, 0.0, training.score(job.kept))], [], 0.0
     for step in range(job.steps):
         inputs, targets = training.batch(step)
         for group, rate in rates:
@@ -158,14 +162,31 @@ def _as_used(optimizer: Stepping, training: Training) -> Iterator[None]:
     if not hasattr(optimizer, "eval"):
         yield
         return
+    norms = [module for module in training.model.modules() if isinstance(module, BATCH_NORMS)]
+    before = [(norm, norm.momentum, copy.deepcopy(norm.state_dict())) for norm in norms]
     optimizer.eval()
+    for norm in norms:
+        norm.reset_running_stats()
+        norm.momentum = None  # the mean of all passes
     with torch.no_grad():
-        for step in range(PASSES_FOR_NORMS):
+        for step in range(PASSES_FOR_NORMS if norms else 0):
             training.model(training.batch(step)[0])
     try:
         yield
     finally:
         optimizer.train()  # type: ignore[attr-defined]
+        for norm, momentum, state in before:
+            norm.momentum = momentum
+            norm.load_state_dict(state)
+
+
+def _warm_up() -> None:
+    """Let torch do what it does only once, so that the first run of a process pays no more than others."""
+    model = torch.nn.Linear(8, 8)
+    optimizer = torch.optim.AdamW(model.parameters())
+    for _ in range(3):
+        model(torch.zeros(8, 8)).sum().backward()
+        optimizer.step()
 
 
 def _or_none(number: float) -> float | None:
@@ -190,13 +211,18 @@ def run_all(
     say: Callable[[str], None],
     keep: Callable[[Job, Outcome], None] = lambda job, outcome: None,
 ) -> list[Outcome]:
-    """The outcome of every job, in their order; several at a time. Each is kept as soon as it is there."""
+    """The outcome of every job, in their order; several at a time. Each is kept as soon as it is there.
+
+    Raises:
+        Exception: what a job has raised, when all others are finished.
+    """
     jobs = list(jobs)
-    found: list[Outcome] = []
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(processes, mp_context=context) as pool:
-        for job, outcome in zip(jobs, pool.map(run, jobs), strict=True):
-            say(f"{job.task}, {job.entry.in_words}, seed {job.seed}: {outcome.final:.4f}")
-            keep(job, outcome)
-            found.append(outcome)
-    return found
+        waiting = {pool.submit(run, job): job for job in jobs}
+        for future in as_completed(waiting):
+            if future.exception() is None:
+                job, outcome = waiting[future], future.result()
+                say(f"{job.task}, {job.entry.in_words}, seed {job.seed}: {outcome.final:.4f}")
+                keep(job, outcome)
+        return [future.result() for future in waiting]
