@@ -165,6 +165,15 @@ def test_averaged_weights_are_what_is_scored_with_statistics_of_their_own() -> N
 
 
 @pytest.mark.slow
+def test_runs_are_kept_as_they_come_also_beside_one_that_fails() -> None:
+    jobs = [Job("table", Entry("adamw", lr), 0, 2) for lr in (-1.0, 1e-3, 1e-2)]
+    kept: list[Job] = []
+    with pytest.raises(ValueError, match="Invalid learning rate: -1"):
+        running.run_all(jobs, 2, lambda _: None, lambda job, _: kept.append(job))
+    assert sorted(kept, key=jobs.index) == jobs[1:]
+
+
+@pytest.mark.slow
 def test_the_command_writes_a_page_and_all_curves(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """On the real text, in processes of their own, but a few steps."""
     wish = Ablation("classifier", ["default", "AdamW"], [0], 2, None)
@@ -194,6 +203,8 @@ def test_the_command_writes_a_page_and_all_curves(tmp_path: Path, capsys: pytest
         (["contest", "--task", "gpt", "--variants", "SOAP"], "--variants has no place here"),
         (["ablation", "--task", "gpt", "--entrants", "SOAP"], "--entrants has no place here"),
         (["untuned", "--task", "gpt"], "--task has no place here"),
+        (["untuned", "--data-dir", "data"], "--data-dir has no place here"),
+        (["table-lr", "--variants", "SOAP"], "it is for ablation"),
     ],
 )
 def test_bad_arguments_are_told(arguments: list[str], told: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -43,7 +43,7 @@ Run the paper's experiments and put its numbers beside ours.
 
 The scale "paper" is the real thing, for a GPU and days; "small" is the same code on a reduced budget, which two
 CPU cores finish within an hour. In the small scale every optimizer first gets the best of five
-settings (--no-tune leaves that out). What was interrupted goes on when the same command is given again.
+settings (--no-tune leaves that out). What was interrupted goes on when the same command is given again, but for the ablation and untuned.
 """
 
 
@@ -77,7 +77,7 @@ def run(options: argparse.Namespace) -> None:
     if options.experiment in OURS:
         run_ours(options)
         return
-    run_arguments.refuse(options, ["task", "variants", "entrants"], f"it is for {' and '.join(OF_A_TASK)}")
+    _refuse_what_is_for_others(options)
     require_reports()
     if options.experiment not in (*EXPERIMENTS, ALL):
         hint = nearest(options.experiment, (*EXPERIMENTS, *OURS, ALL))
@@ -120,9 +120,9 @@ def run_ours(options: argparse.Namespace) -> None:
     run_arguments.refuse(
         options, of_paper, f"{options.experiment} has tasks of its own, and one thread per run"
     )
-    for name, owner in (("task", OF_A_TASK), ("variants", (ABLATION,)), ("entrants", (CONTEST,))):
-        if options.experiment not in owner:
-            run_arguments.refuse(options, [name], f"it is for {' and '.join(owner)}")
+    _refuse_what_is_for_others(options)
+    if options.experiment == UNTUNED:
+        run_arguments.refuse(options, ["data_dir"], "its data come with Python and scikit-learn")
     if options.experiment in OF_A_TASK and options.task is None:
         raise ValueError(f"{options.experiment} needs --task NAME, one of {', '.join(TASKS)}.")
     seeds, processes = run_arguments.seeds(options), options.jobs or 1
@@ -142,6 +142,13 @@ def run_ours(options: argparse.Namespace) -> None:
     else:
         text = untuned(seeds, processes, out, options.command_line, remark)
     print(text)
+
+
+def _refuse_what_is_for_others(options: argparse.Namespace) -> None:
+    """Arguments of experiments that are not the paper's, and not this one."""
+    for name, owners in (("task", OF_A_TASK), ("variants", (ABLATION,)), ("entrants", (CONTEST,))):
+        if options.experiment not in owners:
+            run_arguments.refuse(options, [name], f"it is for {' and '.join(owners)}")
 
 
 def _listed(text: str | None, name: str, known: tuple[str, ...]) -> tuple[str, ...]:
