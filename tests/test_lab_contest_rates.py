@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from tekfac.lab.contest import contest, rates
-from tekfac.lab.contest.contest import BORROWED, ENTRANTS, Contest, Ledger, compete
+from tekfac.lab.contest import contest, ledger, rates
+from tekfac.lab.contest.contest import BORROWED, ENTRANTS, Contest, compete
+from tekfac.lab.contest.ledger import Ledger
 from tekfac.lab.contest.running import Entry, Job, Outcome
 from tekfac.lab.contest.standing import Standing, page
 from tekfac.lab.contest.tasks import TASKS
@@ -38,7 +39,7 @@ def imagined(monkeypatch: pytest.MonkeyPatch) -> None:
             RUNS.append(job)
             keep(job, valley(job))
 
-    monkeypatch.setattr(contest, "run_all", run_all)
+    monkeypatch.setattr(ledger, "run_all", run_all)
 
 
 def wish() -> Contest:

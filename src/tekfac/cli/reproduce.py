@@ -43,8 +43,7 @@ Run the paper's experiments and put its numbers beside ours.
 
 The scale "paper" is the real thing, for a GPU and days; "small" is the same code on a reduced budget, which two
 CPU cores finish within an hour. In the small scale every optimizer first gets the best of five
-settings (--no-tune leaves that out). What was interrupted goes on when the same command is given again, but for
-the ablation and untuned.
+settings (--no-tune leaves that out). What was interrupted goes on when the same command is given again.
 """
 
 

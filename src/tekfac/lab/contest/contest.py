@@ -9,8 +9,7 @@ Finished runs are kept in a ledger, one line each, so that an interrupted contes
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,8 @@ from tekfac.common.checks import nearest
 from tekfac.common.files import make_folder, write_json, write_text
 from tekfac.lab.bench.contestants import Contestant, hidden_matrices
 from tekfac.lab.contest import rates, standing
-from tekfac.lab.contest.running import Entry, Job, Outcome, run_all
+from tekfac.lab.contest.ledger import Ledger
+from tekfac.lab.contest.running import Entry, Job
 from tekfac.lab.contest.tasks import TASKS
 from tekfac.lab.optimizers import NATURAL
 from tekfac.lab.provenance import provenance
@@ -97,64 +97,6 @@ class Contest:
         return TUNING_STEPS.get(self.task, TASKS[self.task].steps)
 
 
-@dataclass
-class Ledger:
-    """The runs that are finished, in a file with a line for each.
-
-    Attributes:
-        path: of the file.
-        made_by: the code, and what else its runs have in common: their times can be compared.
-        runs: outcomes, by job.
-    """
-
-    path: Path
-    made_by: Mapping[str, Any]
-    runs: dict[str, Outcome] = field(default_factory=dict)
-
-    @classmethod
-    def at(cls, path: Path, made_by: Mapping[str, Any]) -> Ledger:
-        """With what is in a file, if there is one.
-
-        Raises:
-            ValueError: if a line of it is something else, or was made by something else.
-        """
-        ledger = cls(path, made_by)
-        for number, line in enumerate(path.read_text().splitlines() if path.exists() else (), start=1):
-            try:
-                entry = json.loads(line)
-                ledger.runs[entry["job"]] = Outcome.of_plain(entry["outcome"])
-                by = entry["made by"]
-            except (ValueError, KeyError, TypeError) as error:
-                raise ValueError(
-                    f"Line {number} of {path} is no finished run. Remove the line to run it again, or give "
-                    "another folder by --out."
-                ) from error
-            if by != made_by:
-                raise ValueError(
-                    f"{path} has runs that were made by {by}; others would be made by {dict(made_by)}, and "
-                    "cannot be compared with them. Give another folder by --out, or remove the file."
-                )
-        return ledger
-
-    def add(self, job: Job, outcome: Outcome) -> None:
-        """Keep a run."""
-        key = _key(job)
-        self.runs[key] = outcome
-        with self.path.open("a") as file:
-            file.write(json.dumps({"job": key, "made by": self.made_by, "outcome": outcome.plain()}) + "\n")
-
-    def outcomes(self, jobs: Iterable[Job], processes: int, say: Callable[[str], None]) -> list[Outcome]:
-        """Of all jobs; those that are not there yet are run."""
-        jobs = list(jobs)
-        missing = {_key(job): job for job in jobs if _key(job) not in self.runs}
-        run_all(missing.values(), processes, say, self.add)
-        return [self.runs[_key(job)] for job in jobs]
-
-
-def _key(job: Job) -> str:
-    return f"{job.task}, {job.entry.in_words}, seed {job.seed}, {job.steps} steps, {job.kept}"
-
-
 def compete(wish: Contest, out: Path, command: str, say: Callable[[str], None]) -> str:
     """Tune, run, and write NAME.md and NAME.json; give the former."""
     make_folder(out)
@@ -164,8 +106,7 @@ def compete(wish: Contest, out: Path, command: str, say: Callable[[str], None]) 
         "threads": 1,
         "runs at a time": wish.processes,
     }
-    common = {key: origin[key] for key in ("commit", "machine", "versions", "runs at a time")}
-    ledger = Ledger.at(out / f"{wish.task}.jsonl", common)
+    ledger = Ledger.at(out / f"{wish.task}.jsonl", origin)
     entrants = present(wish, say)
     tuned = _tuned(wish, entrants, ledger, say)
     chosen = {name: ENTRANTS[name].at(rates.best(scores)) for name, scores in tuned.items()}

@@ -9,7 +9,8 @@ from pathlib import Path
 import torch
 
 from tekfac.common.files import make_folder, write_json, write_text
-from tekfac.lab.contest.running import Entry, Job, Outcome, run_all
+from tekfac.lab.contest.ledger import Ledger
+from tekfac.lab.contest.running import Entry, Job, Outcome
 from tekfac.lab.contest.unseen import UNSEEN
 from tekfac.lab.contest.words import gap, spread
 from tekfac.lab.optimizers import NATURAL
@@ -29,21 +30,21 @@ def untuned(seeds: Sequence[int], processes: int, out: Path, command: str, say: 
         for seed in seeds
         for entry in AS_THEY_COME.values()
     ]
-    outcomes = iter(run_all(jobs, processes, say))
-    runs: dict[str, dict[str, list[Outcome]]] = {}
-    for name in UNSEEN:
-        runs[name] = {optimizer: [] for optimizer in AS_THEY_COME}
-        for _ in seeds:
-            for optimizer in AS_THEY_COME:
-                runs[name][optimizer].append(next(outcomes))
     origin = {
         **provenance(command, torch.device("cpu")),
         "seeds": list(seeds),
         "threads": 1,
         "runs at a time": processes,
     }
-    text = page(runs) + "\n".join(f"- {key}: {value}" for key, value in origin.items()) + "\n"
     make_folder(out)
+    outcomes = iter(Ledger.at(out / "untuned.jsonl", origin).outcomes(jobs, processes, say))
+    runs: dict[str, dict[str, list[Outcome]]] = {}
+    for name in UNSEEN:
+        runs[name] = {optimizer: [] for optimizer in AS_THEY_COME}
+        for _ in seeds:
+            for optimizer in AS_THEY_COME:
+                runs[name][optimizer].append(next(outcomes))
+    text = page(runs) + "\n".join(f"- {key}: {value}" for key, value in origin.items()) + "\n"
     write_text(out / "untuned.md", text)
     plain = {task: {k: [o.plain() for o in v] for k, v in own.items()} for task, own in runs.items()}
     write_json(out / "untuned.json", {"origin": origin, "runs": plain})
