@@ -83,13 +83,15 @@ def test_finished_runs_are_not_repeated(tmp_path: Path) -> None:
 
 
 def test_a_ledger_keeps_what_diverged_and_refuses_what_is_no_run_or_of_other_code(tmp_path: Path) -> None:
-    path, code = tmp_path / "gpt.jsonl", {"commit": "abc"}
+    path, code = tmp_path / "gpt.jsonl", dict.fromkeys(ledger.IN_COMMON, "abc")
     job = Job("gpt", Entry("sgd", 1.0), 0, 10)
     Ledger.at(path, code).add(job, Outcome([(5, 0.5, 2.0), (10, 1.0, math.inf)], math.inf))
     (again,) = Ledger.at(path, code).runs.values()
     assert again == Outcome([(5, 0.5, 2.0), (10, 1.0, math.inf)], math.inf)
-    with pytest.raises(ValueError, match=r"were made by \{'commit': 'abc'\}; others would be made by .*'def'"):
-        Ledger.at(path, {"commit": "def"})
+    with pytest.raises(
+        ValueError, match=r"were made by \{'commit': 'abc', .*\}; others would be made by .*'def'"
+    ):
+        Ledger.at(path, {**code, "commit": "def"})
     with path.open("a") as file:
         file.write('{"job": "gpt"\n')
     with pytest.raises(ValueError, match=r"Line 2 of .* is no finished run\. Remove the line"):

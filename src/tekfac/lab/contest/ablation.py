@@ -6,16 +6,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
-
 from tekfac.common.checks import nearest
-from tekfac.common.files import make_folder, write_json, write_text
+from tekfac.common.files import make_folder
 from tekfac.damping import Relative
-from tekfac.lab.contest.ledger import Ledger
+from tekfac.lab.contest.ledger import Ledger, origin_of, written
 from tekfac.lab.contest.running import Entry, Job, Outcome
 from tekfac.lab.contest.tasks import TASKS
 from tekfac.lab.contest.words import gap, spread
-from tekfac.lab.provenance import provenance
 
 LR = 1e-2
 """Of all variants but those whose steps have another length."""
@@ -88,20 +85,12 @@ def ablate(wish: Ablation, out: Path, command: str, say: Callable[[str], None]) 
         for seed in wish.seeds
         for variant in wish.variants
     ]
-    origin = {
-        **provenance(command, torch.device("cpu")),
-        "seeds": list(wish.seeds),
-        "threads": 1,
-        "runs at a time": wish.processes,
-    }
+    origin = origin_of(command, wish.seeds, wish.processes)
     make_folder(out)
     outcomes = Ledger.at(out / f"{wish.task}.jsonl", origin).outcomes(jobs, wish.processes, say)
     of = {variant: outcomes[place :: len(wish.variants)] for place, variant in enumerate(wish.variants)}
-    text = page(wish, of) + "\n".join(f"- {key}: {value}" for key, value in origin.items()) + "\n"
-    write_text(out / f"{wish.task}.md", text)
     runs = {name: [outcome.plain() for outcome in own] for name, own in of.items()}
-    write_json(out / f"{wish.task}.json", {"origin": origin, "runs": runs})
-    return text
+    return written(out / wish.task, page(wish, of), origin, {"runs": runs})
 
 
 def page(wish: Ablation, outcomes: Mapping[str, Sequence[Outcome]]) -> str:

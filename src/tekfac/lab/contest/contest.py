@@ -14,17 +14,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from tekfac.common.checks import nearest
-from tekfac.common.files import make_folder, write_json, write_text
+from tekfac.common.files import make_folder
 from tekfac.lab.bench.contestants import Contestant, hidden_matrices
 from tekfac.lab.contest import rates, standing
-from tekfac.lab.contest.ledger import Ledger
+from tekfac.lab.contest.ledger import Ledger, origin_of, written
 from tekfac.lab.contest.running import Entry, Job
 from tekfac.lab.contest.tasks import TASKS
 from tekfac.lab.optimizers import NATURAL
-from tekfac.lab.provenance import provenance
 
 TUNING_SEED = 1000
 """Of the runs by which learning rates are chosen."""
@@ -100,12 +97,7 @@ class Contest:
 def compete(wish: Contest, out: Path, command: str, say: Callable[[str], None]) -> str:
     """Tune, run, and write NAME.md and NAME.json; give the former."""
     make_folder(out)
-    origin = {
-        **provenance(command, torch.device("cpu")),
-        "seeds": list(wish.seeds),
-        "threads": 1,
-        "runs at a time": wish.processes,
-    }
+    origin = origin_of(command, wish.seeds, wish.processes)
     ledger = Ledger.at(out / f"{wish.task}.jsonl", origin)
     entrants = present(wish, say)
     tuned = _tuned(wish, entrants, ledger, say)
@@ -121,10 +113,7 @@ def compete(wish: Contest, out: Path, command: str, say: Callable[[str], None]) 
     outcomes = ledger.outcomes(jobs, wish.processes, say)
     final = {name: outcomes[place :: len(chosen)] for place, name in enumerate(chosen)}
     result = standing.Standing(TASKS[wish.task], wish.tuning_steps, tuned, chosen, final)
-    text = standing.page(result) + "\n".join(f"- {key}: {value}" for key, value in origin.items()) + "\n"
-    write_text(out / f"{wish.task}.md", text)
-    write_json(out / f"{wish.task}.json", {"origin": origin, **result.plain()})
-    return text
+    return written(out / wish.task, standing.page(result), origin, result.plain())
 
 
 def present(wish: Contest, say: Callable[[str], None]) -> list[str]:

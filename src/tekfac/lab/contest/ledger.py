@@ -3,15 +3,33 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
+
+from tekfac.common.files import write_json, write_text
 from tekfac.lab.contest.running import Job, Outcome, run_all
+from tekfac.lab.provenance import provenance
 
 IN_COMMON = ("commit", "machine", "versions", "runs at a time")
 """What runs must share to be compared: else their scores, or their seconds, mean different things."""
+
+
+def origin_of(command: str, seeds: Sequence[int], processes: int) -> dict[str, Any]:
+    """Where runs come from that have one thread each, so many at a time."""
+    shared = provenance(command, torch.device("cpu"))
+    return {**shared, "seeds": list(seeds), "threads": 1, "runs at a time": processes}
+
+
+def written(path: Path, page: str, origin: Mapping[str, Any], numbers: Mapping[str, Any]) -> str:
+    """A page with where it comes from, which is written as PATH.md, and all numbers as PATH.json."""
+    text = page + "\n".join(f"- {key}: {value}" for key, value in origin.items()) + "\n"
+    write_text(path.with_suffix(".md"), text)
+    write_json(path.with_suffix(".json"), {"origin": origin, **numbers})
+    return text
 
 
 @dataclass
@@ -39,7 +57,7 @@ class Ledger:
         Raises:
             ValueError: if a line of it is something else, or was made by something else.
         """
-        made_by = {key: origin[key] for key in IN_COMMON if key in origin}
+        made_by = {key: origin[key] for key in IN_COMMON}
         ledger = cls(path, made_by)
         for number, line in enumerate(path.read_text().splitlines() if path.exists() else (), start=1):
             try:

@@ -6,15 +6,12 @@ from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
 
-import torch
-
-from tekfac.common.files import make_folder, write_json, write_text
-from tekfac.lab.contest.ledger import Ledger
+from tekfac.common.files import make_folder
+from tekfac.lab.contest.ledger import Ledger, origin_of, written
 from tekfac.lab.contest.running import Entry, Job, Outcome
 from tekfac.lab.contest.unseen import UNSEEN
 from tekfac.lab.contest.words import gap, spread
 from tekfac.lab.optimizers import NATURAL
-from tekfac.lab.provenance import provenance
 
 OURS, USUAL = NATURAL["tekfac"].method.name, "AdamW"
 
@@ -30,12 +27,7 @@ def untuned(seeds: Sequence[int], processes: int, out: Path, command: str, say: 
         for seed in seeds
         for entry in AS_THEY_COME.values()
     ]
-    origin = {
-        **provenance(command, torch.device("cpu")),
-        "seeds": list(seeds),
-        "threads": 1,
-        "runs at a time": processes,
-    }
+    origin = origin_of(command, seeds, processes)
     make_folder(out)
     outcomes = iter(Ledger.at(out / "untuned.jsonl", origin).outcomes(jobs, processes, say))
     runs: dict[str, dict[str, list[Outcome]]] = {}
@@ -44,11 +36,8 @@ def untuned(seeds: Sequence[int], processes: int, out: Path, command: str, say: 
         for _ in seeds:
             for optimizer in AS_THEY_COME:
                 runs[name][optimizer].append(next(outcomes))
-    text = page(runs) + "\n".join(f"- {key}: {value}" for key, value in origin.items()) + "\n"
-    write_text(out / "untuned.md", text)
     plain = {task: {k: [o.plain() for o in v] for k, v in own.items()} for task, own in runs.items()}
-    write_json(out / "untuned.json", {"origin": origin, "runs": plain})
-    return text
+    return written(out / "untuned", page(runs), origin, {"runs": plain})
 
 
 def page(runs: Mapping[str, Mapping[str, Sequence[Outcome]]]) -> str:
