@@ -93,9 +93,13 @@ class Tikhonov(_Named):
     def __post_init__(self) -> None:
         _require_positive("damping", self.damping)
 
+    def added(self, layer: Spectrum) -> float:
+        """lambda."""
+        return self.damping
+
     def denominators(self, layer: Spectrum, network: Sequence[Spectrum]) -> Tensor:
         """S + lambda."""
-        return layer.rescaling + self.damping
+        return layer.rescaling + self.added(layer)
 
 
 @dataclass(frozen=True)
@@ -133,11 +137,16 @@ class Relative(_Named):
     def __post_init__(self) -> None:
         _require_positive("share", self.share)
 
+    def added(self, layer: Spectrum) -> Tensor:
+        """share * mean S of each block, [G, 1, 1]."""
+        rescaling = layer.rescaling
+        share = self.share / max(1, rescaling[0].numel())
+        found = rescaling.sum(dim=(1, 2), keepdim=True).mul_(share)
+        return found.masked_fill_(found == 0, 1.0)
+
     def denominators(self, layer: Spectrum, network: Sequence[Spectrum]) -> Tensor:
         """S + share * mean S."""
-        rescaling = layer.rescaling
-        mean = rescaling.mean(dim=(1, 2), keepdim=True)
-        return rescaling + torch.where(mean > 0, self.share * mean, 1.0)
+        return layer.rescaling + self.added(layer)
 
 
 @dataclass(frozen=True)
@@ -263,6 +272,11 @@ def factored(layer: Spectrum, damping: Tensor, split: str) -> Tensor:
     else:
         pi = torch.ones_like(root)
     return (values_out + root / pi)[:, :, None] * (values_in + root * pi)[:, None, :]
+
+
+def added_by(rule: DampingRule, layer: Spectrum) -> Tensor | float | None:
+    """lambda where a rule is known to add the same to all entries of a block; None for others."""
+    return rule.added(layer) if type(rule) in (Tikhonov, Relative) else None  # type: ignore[attr-defined]
 
 
 def looks_at_network(rule: DampingRule) -> bool:

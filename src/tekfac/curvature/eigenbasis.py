@@ -35,24 +35,15 @@ class Eigenbasis(NamedTuple):
     values_out: Tensor
     scale: Tensor
 
-    @property
-    def _is_whole(self) -> bool:
-        """Whether both sides are, so that plain products do."""
-        vectors_in, vectors_out = self.vectors_in, self.vectors_out
-        whole_in = vectors_in.shape[-1] == vectors_in.shape[-2]
-        return whole_in and vectors_out.shape[-1] == vectors_out.shape[-2]
-
     def project(self, matrix: Tensor) -> Tensor:
-        """Coordinates in the eigenbasis of gradient matrices [..., G, d_out, d_in]."""
-        if self._is_whole:
-            return self.vectors_out.mT @ (matrix @ self.vectors_in)
-        return symmetric.into(self.vectors_in, symmetric.into(self.vectors_out, matrix.mT).mT)
+        """Coordinates in the eigenbasis of gradient matrices [..., G, d_out, d_in]: a tensor of its own."""
+        if self.vectors_in.shape[-1] == self.vectors_out.shape[-1] == 1:
+            return matrix.clone()
+        return symmetric.columns_into(self.vectors_out, symmetric.into(self.vectors_in, matrix))
 
     def unproject(self, matrix: Tensor) -> Tensor:
         """Back from the eigenbasis, [..., G, d_out, d_in]."""
-        if self._is_whole:
-            return self.vectors_out @ (matrix @ self.vectors_in.mT)
-        return symmetric.out_of(self.vectors_in, symmetric.out_of(self.vectors_out, matrix.mT).mT)
+        return symmetric.columns_out_of(self.vectors_out, symmetric.out_of(self.vectors_in, matrix))
 
 
 class Turn(NamedTuple):
@@ -78,7 +69,7 @@ class Turn(NamedTuple):
     def vectors(self, coordinates: Tensor) -> Tensor:
         """The same matrices in the new coordinates, [G, d_out, d_in]."""
         if self.outputs is not None:
-            coordinates = symmetric.into(self.outputs, coordinates.mT).mT
+            coordinates = symmetric.columns_into(self.outputs, coordinates)
         return coordinates if self.inputs is None else symmetric.into(self.inputs, coordinates)
 
     def diagonal(self, values: Tensor) -> Tensor:

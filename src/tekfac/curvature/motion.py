@@ -13,7 +13,7 @@ See docs/mathematics.md, section 7.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -22,6 +22,7 @@ from torch import Tensor
 
 from tekfac.curvature.averages import Average
 from tekfac.curvature.eigenbasis import Eigenbasis, Turn
+from tekfac.curvature.pieces import in_pieces
 
 Moving = Average[tuple[Tensor]]
 
@@ -140,28 +141,25 @@ class Motion:
 
     def advance(
         self, projected: Tensor, momenta: Sequence[float], present: Sequence[bool], finite: Tensor | None
-    ) -> Tensor:
-        """Take in the gradients of one step.
+    ) -> None:
+        """Take in the gradients of one step, and put in their place what the denominators are to divide.
 
         Args:
-            projected: G~, [G, d_out, d_in].
+            projected: G~, [G, d_out, d_in]; changed.
             momenta: weight of the past in the mean gradient, of each layer.
             present: whether each layer has a gradient; what was gathered of the others stays.
             finite: a boolean on the device; where it is False everything stays. None: True.
-
-        Returns:
-            What the denominators are to divide, [G, d_out, d_in].
         """
         if self._second is not None:
-            squares = projected.square()
-            if not self._form.entrywise:
-                squares = squares.mean(dim=(1, 2), keepdim=True)
-            decay = self._form.moving_decay or 0.0
-            self._second.update(squares, [decay] * len(present), present, finite)
-        if self._first is None:
-            return projected
-        self._first.update(projected, momenta, present, finite)
-        return self._first.ahead(projected) if self._form.nesterov else self._first.whole
+            decays = [self._form.moving_decay or 0.0] * len(present)
+            if self._form.entrywise:
+                self._second.take_in(projected, decays, present, finite, torch.Tensor.square)
+            else:
+                mean = projected.square().mean(dim=(1, 2), keepdim=True)
+                self._second.take_in(mean, decays, present, finite)
+        if self._first is not None:
+            self._first.take_in(projected, momenta, present, finite)
+            self._first.put_out(projected, ahead=self._form.nesterov)
 
     def take_back(self, steps: int) -> None:
         """Count less: so many of the last steps were not finite, and have left everything as it was."""
@@ -193,21 +191,32 @@ class Averages:
         pairs = zip(self.views, self._weights, strict=True)
         return [Average((view,), weight) if weight else None for view, weight in pairs]
 
-    def update(
-        self, new: Tensor, decays: Sequence[float], present: Sequence[bool], finite: Tensor | None
+    def take_in(
+        self,
+        new: Tensor,
+        decays: Sequence[float],
+        present: Sequence[bool],
+        finite: Tensor | None,
+        of: Callable[[Tensor], Tensor] | None = None,
     ) -> None:
-        """One more value of each layer that is present."""
+        """One more value of each layer that is present, or a function of it; others count 0."""
         states = zip(self._weights, decays, present, strict=True)
         self._weights = [decay * weight + 1 if here else weight for weight, decay, here in states]
         self._decays = decays
         shares = [1 / weight if here else 0.0 for weight, here in zip(self._weights, present, strict=True)]
-        new = new if finite is None else torch.where(finite, new, self.whole)
-        self.whole.lerp_(new, self._coefficient(shares))
+        for own, value, share in in_pieces(self.whole, new, self._coefficient(shares)):
+            value = value if of is None else of(value)
+            own.lerp_(value if finite is None else torch.where(finite, value, own), share)
 
-    def ahead(self, new: Tensor) -> Tensor:
-        """The averages after the same values once more; these themselves stay."""
+    def put_out(self, into: Tensor, *, ahead: bool) -> None:
+        """Put the averages in the place of the newest values; ahead: as after the same values once more."""
+        if not ahead:
+            into.copy_(self.whole)
+            return
         states = zip(self._weights, self._decays, strict=True)
-        return self.whole.lerp(new, self._coefficient([1 / (decay * weight + 1) for weight, decay in states]))
+        past = self._coefficient([1 - 1 / (decay * weight + 1) for weight, decay in states])
+        for value, own, share in in_pieces(into, self.whole, past):
+            value.lerp_(own, share)
 
     def take_back(self, steps: int) -> None:
         """Weights as they were so many steps ago."""

@@ -19,7 +19,8 @@ from tekfac.common.torch_internals import copy_each
 from tekfac.curvature.eigenbasis import Eigenbasis
 from tekfac.curvature.layer_curvature import LayerCurvature
 from tekfac.curvature.motion import NO_MOTION, LayerMotion, Motion, StepForm
-from tekfac.damping import DampingRule, Spectrum, looks_at_network
+from tekfac.curvature.pieces import in_pieces
+from tekfac.damping import DampingRule, Spectrum, added_by
 from tekfac.layers.layer import Layer
 
 SMALL = 2**14
@@ -72,7 +73,7 @@ class Prepared(NamedTuple):
     """Gradients of a stack's layers on their way.
 
     Attributes:
-        projected: what the denominators are to divide, [G, d_out, d_in].
+        projected: what the denominators are to divide, in place, [G, d_out, d_in].
         found: of each parameter that has a gradient, a place for its direction or the gradient itself.
     """
 
@@ -121,8 +122,8 @@ class Stack:
             self._room = Room.of(self.layers) if numbers_of(layers[0]) <= ROOMY else None
             self._motion = self._new_motion(motions) if form.gathers else None
         self._spectra = tuple(map(spectrum_of, layers, curvatures))
-        self._joined: Spectrum | None = None
         is_product = self._spectra[0].is_product  # whose diagonal is nowhere else
+        self._joined = self._spectra[0] if len(self._spectra) == 1 and not is_product else None
         moving = None if self._motion is None else self._motion.second
         if moving is not None and form.entrywise:  # which will be read as it is then
             pairs = zip(self._spectra, moving.views, strict=True)
@@ -186,7 +187,7 @@ class Stack:
         projected = self.basis.project(matrix)
         if self._motion is not None:
             momenta = [given.momenta[layer.name] for layer in self.layers]
-            projected = self._motion.advance(projected, momenta, present, given.finite)
+            self._motion.advance(projected, momenta, present, given.finite)
         return Prepared(projected, found)
 
     def directions(
@@ -198,7 +199,8 @@ class Stack:
             The directions, and tensors that are finite if and only if all of them are. Directions may lie in
             room that the next call uses again.
         """
-        whole = self.basis.unproject(prepared.projected / self._damped(rules, network))
+        self._divide(prepared.projected, rules, network)
+        whole = self.basis.unproject(prepared.projected)
         if self._room is not None:
             self._room.whole.copy_(whole)
             return prepared.found, [self._room.whole]
@@ -208,20 +210,23 @@ class Stack:
         is_cast = any(part.dtype != whole.dtype for part in found.values())  # and may have left the range
         return found, list(found.values()) if is_cast else [whole]
 
-    def _damped(self, rules: Mapping[str, DampingRule], network: Network) -> Tensor:
+    def _divide(self, projected: Tensor, rules: Mapping[str, DampingRule], network: Network) -> None:
+        """Divide by (S + lambda)^power, in place."""
+        own_rules = [rules[layer.name] for layer in self.layers]
+        shared = self._joined if all(rule is own_rules[0] for rule in own_rules) else None
+        added = None if shared is None or self._keeps_denominators else added_by(own_rules[0], shared)
+        if shared is None or added is None:
+            projected.div_(self._damped(own_rules, network))
+            return
+        for part, own, more in in_pieces(projected, shared.rescaling, added):
+            part.div_(_to_power(own + more, self._form.power))
+
+    def _damped(self, own_rules: Sequence[DampingRule], network: Network) -> Tensor:
         """(S + lambda)^power, [G, d_out, d_in]: kept where it is small and stays, else for the moment."""
         if self._denominators is not None:
             return self._denominators
-        own_rules = [rules[layer.name] for layer in self.layers]
-        if (
-            self._joined is not None
-            and all(rule is own_rules[0] for rule in own_rules)
-            and not looks_at_network(own_rules[0])
-        ):
-            found = [own_rules[0].denominators(self._joined, network)]
-        else:
-            members = zip(own_rules, self.spectra, strict=True)
-            found = [rule.denominators(spectrum, network) for rule, spectrum in members]
+        members = zip(own_rules, self.spectra, strict=True)
+        found = [rule.denominators(spectrum, network) for rule, spectrum in members]
         whole = _to_power(found[0] if len(found) == 1 else torch.cat(found), self._form.power)
         if self._keeps_denominators:
             self._denominators = whole

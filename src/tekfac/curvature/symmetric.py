@@ -277,31 +277,55 @@ def _power_of_two_above(matrix: Tensor) -> Tensor:
 
 def into(vectors: Tensor, x: Tensor) -> Tensor:
     """Coordinates along the eigenvectors, x Q for rows [..., G, R, d]."""
-    _, dim, size = vectors.shape
-    if size == dim:
-        return x @ vectors
-    if size == 1:
-        return x
-    return _by_blocks(x, vectors)
+    return _turned(x, vectors, vectors)
 
 
 def out_of(vectors: Tensor, x: Tensor) -> Tensor:
     """Back from the coordinates along the eigenvectors, x Q^T for rows [..., G, R, d]."""
+    return _turned(x, vectors, vectors.mT)
+
+
+def columns_into(vectors: Tensor, x: Tensor) -> Tensor:
+    """Q^T x for columns [..., G, d, C]; laid out as x is."""
+    if vectors.shape[-1] == vectors.shape[-2]:
+        return _multiplied(vectors.mT, x)
+    return into(vectors, x.mT).mT
+
+
+def columns_out_of(vectors: Tensor, x: Tensor) -> Tensor:
+    """Q x for columns [..., G, d, C]; laid out as x is."""
+    if vectors.shape[-1] == vectors.shape[-2]:
+        return _multiplied(vectors, x)
+    return out_of(vectors, x.mT).mT
+
+
+def _turned(x: Tensor, vectors: Tensor, whole: Tensor) -> Tensor:
+    """x times eigenvectors, or times those turned round: `whole`, if the form is."""
     _, dim, size = vectors.shape
     if size == dim:
-        return x @ vectors.mT
-    if size == 1:
-        return x
-    return _by_blocks(x, vectors, turned=True)
+        return _multiplied(x, whole)
+    return x if size == 1 else _by_blocks(x, vectors, turned=whole is not vectors)
 
 
-def _by_blocks(x: Tensor, vectors: Tensor, *, turned: bool = False) -> Tensor:
+def _multiplied(x: Tensor, y: Tensor) -> Tensor:
+    """x y; by the call that takes least time where that counts, for small matrices at every step."""
+    return torch.bmm(x, y) if x.ndim == y.ndim == 3 and len(x) == len(y) else x @ y
+
+
+def _by_blocks(x: Tensor, vectors: Tensor, *, turned: bool) -> Tensor:
     """x times each block, or each block turned round, for rows [..., G, R, d], which stay where they are."""
     _, dim, size = vectors.shape
-    found = torch.empty_like(x)
-    for start in range(0, dim, size):
-        part = slice(start, min(start + size, dim))
-        block = vectors[:, part, : part.stop - start]
+    found, start = torch.empty_like(x), 0
+    if x.ndim == 3 and len(x) == len(vectors) == 1:  # full blocks together, by one call
+        start = dim // size * size
+        blocks, rows, into = (
+            torch.unflatten(whole[0].narrow(axis, 0, start), axis, (-1, size))
+            for whole, axis in ((vectors, 0), (x, 1), (found, 1))
+        )
+        torch.bmm(rows.transpose(0, 1), blocks.mT if turned else blocks, out=into.transpose(0, 1))
+    for first in range(start, dim, size):
+        part = slice(first, min(first + size, dim))
+        block = vectors[:, part, : part.stop - first]
         torch.matmul(x[..., part], block.mT if turned else block, out=found[..., part])
     return found
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 LargeDims = Literal["auto", "blocks", "diagonal"]
 LARGE_DIMS: tuple[LargeDims, ...] = ("auto", "blocks", "diagonal")
@@ -17,13 +17,26 @@ LARGE_DIMS: tuple[LargeDims, ...] = ("auto", "blocks", "diagonal")
 DEFAULT_MAX_DIM = 5000
 """Of a Fisher that is looked at: 4096 inputs, or 512 channels under a 3 x 3 kernel, and a bias, are whole."""
 
-WHOLE_OF_CONVOLUTIONS = 800
-"""Dimensions up to which "auto" keeps a convolution's side whole: 64 channels under a 3 x 3 kernel, a bias.
+
+class AutoSizes(NamedTuple):
+    """What "auto" means.
+
+    Attributes:
+        whole: dimensions up to which a side is kept whole.
+        blocks: the most of a block, where it is cut.
+    """
+
+    whole: int
+    blocks: int
+
+
+AUTO_OF_CONVOLUTIONS = AutoSizes(whole=800, blocks=400)
+"""64 channels under a 3 x 3 kernel and a bias are whole.
 
 A convolution uses its weights at many positions, beside which the products with its sides are few."""
 
-WHOLE = 400
-"""The same for other layers, and the largest size of blocks: 384 inputs and a bias are whole.
+AUTO = AutoSizes(whole=200, blocks=136)
+"""Of other layers: 192 inputs and a bias are whole, 512 and a bias are four blocks.
 
 Of a linear layer, the products with its sides are the larger part of a step. docs/results/ablation has what
 blocks cost in accuracy, docs/results/inner-products.md what sides take."""
@@ -51,7 +64,8 @@ class SideRule:
         """The size of the blocks: `dim` is whole, 1 is diagonal."""
         most = self.max_dim
         if most == "auto":
-            most = WHOLE_OF_CONVOLUTIONS if of_convolution and dim <= WHOLE_OF_CONVOLUTIONS else WHOLE
+            whole, blocks = AUTO_OF_CONVOLUTIONS if of_convolution else AUTO
+            most = whole if dim <= whole else blocks
         blocks = math.ceil(dim / most)
         if self.large_dims == "diagonal" and blocks > 1:
             return 1

@@ -1,0 +1,39 @@
+"""Arithmetic entry by entry on large tensors, a piece at a time: what is in between stays in the cache."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from itertools import repeat
+from typing import Any
+
+import torch
+from torch import Tensor
+
+IN_CACHE = 2**16
+"""Numbers of a piece, for every thread: some tensors of that size fit in a core's second cache.
+
+The step's arithmetic on 2,000,000 numbers then takes half its time; smaller pieces cost calls."""
+
+
+def in_pieces(*values: Tensor | float) -> Iterable[tuple[Any, ...]]:
+    """Values that are combined entry by entry, piece by piece: views of the tensors.
+
+    On other devices than the CPU, and where they are small, there is one piece.
+
+    Args:
+        values: tensors [G, d_out, d_in], the first of full size, the others perhaps [G, 1, 1]; numbers.
+    """
+    first = values[0]
+    most = IN_CACHE * torch.get_num_threads()
+    if not isinstance(first, Tensor) or first.numel() <= 2 * most or first.device.type != "cpu":
+        return (values,)
+    axis = 0 if len(first) > 1 else 1  # whole groups, or rows of the only one
+    size = max(1, most * first.shape[axis] // first.numel())
+    return zip(*(_cut(value, size, axis) for value in values), strict=False)
+
+
+def _cut(value: Tensor | float, size: int, axis: int) -> Iterable[Tensor | float]:
+    """Pieces of a tensor, or the same value again and again."""
+    if isinstance(value, Tensor) and value.ndim > axis and value.shape[axis] > 1:
+        return torch.split(value, size, dim=axis)
+    return repeat(value)
