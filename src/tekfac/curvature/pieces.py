@@ -24,16 +24,17 @@ def in_pieces(*values: Tensor | float) -> Iterable[tuple[Any, ...]]:
         values: tensors [G, d_out, d_in], the first of full size, the others perhaps [G, 1, 1]; numbers.
     """
     first = values[0]
-    most = IN_CACHE * torch.get_num_threads()
-    if not isinstance(first, Tensor) or first.numel() <= 2 * most or first.device.type != "cpu":
+    if not isinstance(first, Tensor) or first.numel() <= 2 * IN_CACHE or first.device.type != "cpu":
         return (values,)
-    axis = 0 if len(first) > 1 else 1  # whole groups, or rows of the only one
-    size = max(1, most * first.shape[axis] // first.numel())
-    return zip(*(_cut(value, size, axis) for value in values), strict=False)
+    most = IN_CACHE * torch.get_num_threads()
+    axis = 0 if first.shape[0] > 1 else 1  # whole groups, or rows of the only one
+    length = first.shape[axis]
+    size = max(1, most * length // first.numel())
+    return zip(*(_cut(value, size, axis, length) for value in values), strict=False)
 
 
-def _cut(value: Tensor | float, size: int, axis: int) -> Iterable[Tensor | float]:
-    """Pieces of a tensor, or the same value again and again."""
-    if isinstance(value, Tensor) and value.ndim > axis and value.shape[axis] > 1:
+def _cut(value: Tensor | float, size: int, axis: int, length: int) -> Iterable[Tensor | float]:
+    """Pieces of what has the full length along the axis, or the same again and again."""
+    if isinstance(value, Tensor) and value.shape[axis] == length:
         return torch.split(value, size, dim=axis)
     return repeat(value)

@@ -309,14 +309,14 @@ def _turned(x: Tensor, vectors: Tensor, whole: Tensor) -> Tensor:
 
 def _multiplied(x: Tensor, y: Tensor) -> Tensor:
     """x y; by the call that takes least time where that counts, for small matrices at every step."""
-    return torch.bmm(x, y) if x.ndim == y.ndim == 3 and len(x) == len(y) else x @ y
+    return torch.bmm(x, y) if x.ndim == y.ndim == 3 and x.shape[0] == y.shape[0] else x @ y
 
 
 def _by_blocks(x: Tensor, vectors: Tensor, *, turned: bool) -> Tensor:
     """x times each block, or each block turned round, for rows [..., G, R, d], which stay where they are."""
     _, dim, size = vectors.shape
     found, start = torch.empty_like(x), 0
-    if x.ndim == 3 and len(x) == len(vectors) == 1:  # full blocks together, by one call
+    if x.ndim == 3 and x.shape[0] == vectors.shape[0] == 1:  # full blocks together, by one call
         start = dim // size * size
         blocks, rows, into = (
             torch.unflatten(whole[0].narrow(axis, 0, start), axis, (-1, size))
