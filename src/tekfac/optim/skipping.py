@@ -61,8 +61,11 @@ def squares_are_finite(tensors: Sequence[Tensor]) -> Tensor | None:
     nonempty = [tensor for tensor in tensors if tensor.numel()]
     if not nonempty:
         return None
-    wide = [tensor.to(torch.promote_types(tensor.dtype, torch.float32)) for tensor in nonempty]
-    return torch.isfinite(torch.stack([norm.to(wide[0].dtype) for norm in norms_of(wide)]).square().sum())
+    wide = [tensor if tensor.dtype.itemsize >= 4 else tensor.float() for tensor in nonempty]
+    norms = norms_of(wide)
+    if any(tensor.dtype != wide[0].dtype for tensor in wide):
+        norms = [norm.to(wide[0].dtype) for norm in norms]
+    return torch.isfinite(torch.stack(list(norms)).square().sum())
 
 
 def in_words(directions: Mapping[Tensor, Tensor], names: Mapping[Tensor, str]) -> str:
