@@ -243,8 +243,9 @@ def symmetric_eigen(matrix: Tensor) -> tuple[Tensor, Tensor]:
     for dtype, jitter in attempts:
         how = f"in {str(dtype).removeprefix('torch.')} with jitter {jitter:g}"
         candidate = scaled.to(dtype)
-        added = jitter * candidate.diagonal(dim1=-2, dim2=-1).mean(-1, keepdim=True)
+        added: Tensor | float = 0.0
         if jitter:
+            added = jitter * candidate.diagonal(dim1=-2, dim2=-1).mean(-1, keepdim=True)
             candidate = candidate + torch.diag_embed(added.expand(candidate.shape[:-1]))
         try:
             values, vectors = torch.linalg.eigh(candidate)
