@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -9,7 +11,7 @@ from torch import Tensor, nn
 
 from dense import METHODS
 from tekfac import TEKFAC
-from tekfac.curvature import pieces
+from tekfac.curvature import pieces, stacks
 from tekfac.curvature.pieces import in_pieces
 
 
@@ -19,7 +21,7 @@ def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("small_pieces")
-@pytest.mark.parametrize("shape", [(1, 9, 5), (1, 1, 40), (6, 3, 4), (2, 30, 1), (1, 60, 1)])
+@pytest.mark.parametrize("shape", [(1, 9, 5), (1, 1, 40), (6, 3, 4), (2, 30, 4), (1, 60, 1)])
 def test_pieces_are_views_of_everything_once(shape: tuple[int, int, int]) -> None:
     whole, scale = torch.zeros(shape), torch.arange(1.0, shape[0] + 1)[:, None, None]
     for part, each, number in in_pieces(whole, scale, 2.0):
@@ -34,15 +36,20 @@ def test_what_is_large_is_cut_and_what_is_small_is_not() -> None:
     assert len(list(in_pieces(torch.zeros(1, 50, 3, device="meta"), 1.0))) == 1
 
 
-def trained(method: type[TEKFAC], **settings: object) -> list[Tensor]:
-    """Weights after steps with a layer that is cut, groups, and one that gets no gradient now and then."""
+def trained(method: type[TEKFAC], preset: str, **settings: Any) -> list[Tensor]:
+    """Weights after steps with a layer that is cut, groups, and equal ones; one lacks a gradient once."""
     torch.manual_seed(0)
     model = nn.Sequential(
-        nn.Conv1d(4, 6, 3, groups=2, padding=1), nn.Tanh(), nn.Flatten(), nn.Linear(30, 9), nn.Linear(9, 3)
+        nn.Conv1d(4, 30, 3, groups=2, padding=1),
+        nn.Flatten(),
+        nn.Linear(150, 9),
+        nn.Linear(9, 9),
+        nn.Linear(9, 9),
     ).double()
-    optimizer = method(model, factors_every=2, basis_every=2, **settings)
+    make = method if preset == "default" else getattr(method, preset)
+    optimizer = make(model, factors_every=2, basis_every=2, **settings)
     for step in range(6):
-        x, y = torch.randn(8, 4, 5, dtype=torch.float64), torch.randint(3, (8,))
+        x, y = torch.randn(8, 4, 5, dtype=torch.float64), torch.randint(9, (8,))
         optimizer.zero_grad()
         F.cross_entropy(model(x), y).backward()
         if step == 3:
@@ -51,20 +58,37 @@ def trained(method: type[TEKFAC], **settings: object) -> list[Tensor]:
     return list(model.parameters())
 
 
-@pytest.mark.parametrize("settings", [{}, {"nesterov": False}, {"max_dim": 7}, {"damping": 1e-3}], ids=str)
+CASES: list[tuple[str, dict[str, Any]]] = [
+    ("default", {}),
+    ("default", {"nesterov": False}),
+    ("default", {"max_dim": 7}),
+    ("default", {"damping": 1e-3}),
+    ("natural", {}),
+    ("natural", {"damping": 0.1, "max_dim": 7}),
+]
+
+
+@pytest.mark.parametrize(("preset", "settings"), CASES, ids=str)
 @pytest.mark.parametrize("method", METHODS)
 def test_a_run_in_pieces_is_the_same_run(
-    method: type[TEKFAC], settings: dict[str, object], monkeypatch: pytest.MonkeyPatch
+    method: type[TEKFAC], preset: str, settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    at_once = trained(method, **settings)
+    """With equal layers together, and with each by itself and nothing kept of it."""
+    at_once = trained(method, preset, **settings)
     monkeypatch.setattr(pieces, "IN_CACHE", 7)
-    for one, other in zip(at_once, trained(method, **settings), strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-12)
+    in_pieces_ = trained(method, preset, **settings)
+    monkeypatch.setattr(stacks, "SMALL", 0)
+    monkeypatch.setattr(stacks, "ROOMY", 0)
+    for others in (in_pieces_, trained(method, preset, **settings)):
+        for one, other in zip(at_once, others, strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-11)
 
 
 @pytest.mark.parametrize("large_dims", ["blocks", "diagonal"])
-def test_a_step_leaves_gradients_as_they_are(large_dims: str) -> None:
-    """Also where both sides are diagonals, and nothing has to be turned."""
+def test_a_step_leaves_gradients_as_they_are(large_dims: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where both sides are diagonals, nothing has to be turned, and a layer has no room of its own."""
+    monkeypatch.setattr(stacks, "SMALL", 0)
+    monkeypatch.setattr(stacks, "ROOMY", 0)
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(40, 30, bias=False), nn.Linear(30, 20))
     optimizer = TEKFAC(model, max_dim=8, large_dims=large_dims)
@@ -73,4 +97,5 @@ def test_a_step_leaves_gradients_as_they_are(large_dims: str) -> None:
         F.cross_entropy(model(torch.randn(16, 40)), torch.randint(20, (16,))).backward()
         before = [p.grad.clone() for p in model.parameters() if p.grad is not None]
         optimizer.step()
-        assert all(map(torch.equal, before, (p.grad for p in model.parameters())))  # type: ignore[arg-type]
+        after = [p.grad for p in model.parameters() if p.grad is not None]
+        assert all(map(torch.equal, before, after))

@@ -93,13 +93,13 @@ class Tikhonov(_Named):
     def __post_init__(self) -> None:
         _require_positive("damping", self.damping)
 
-    def added(self, layer: Spectrum) -> float:
+    def added(self, rescaling: Tensor) -> float:
         """lambda."""
         return self.damping
 
     def denominators(self, layer: Spectrum, network: Sequence[Spectrum]) -> Tensor:
         """S + lambda."""
-        return layer.rescaling + self.added(layer)
+        return layer.rescaling + self.damping
 
 
 @dataclass(frozen=True)
@@ -129,7 +129,8 @@ class Factored(_Named):
 class Relative(_Named):
     """lambda as a share of the mean of S: damping that does not depend on the scale of the loss.
 
-    Each convolution group is a block with a mean of its own. Where S is zero, no gradient was seen, and D is 1.
+    Each convolution group is a block with a mean of its own. Where lambda is zero (no gradient was seen, or
+    none that has a square in this precision), 1 is added.
     """
 
     share: float = DEFAULT_SHARE
@@ -137,16 +138,16 @@ class Relative(_Named):
     def __post_init__(self) -> None:
         _require_positive("share", self.share)
 
-    def added(self, layer: Spectrum) -> Tensor:
-        """share * mean S of each block, [G, 1, 1]."""
-        rescaling = layer.rescaling
+    def added(self, rescaling: Tensor) -> Tensor:
+        """share * mean S of each block, [G, d_out, d_in] -> [G, 1, 1]."""
         share = self.share / max(1, rescaling[0].numel())
         found = rescaling.sum(dim=(1, 2), keepdim=True).mul_(share)
         return found.masked_fill_(found == 0, 1.0)
 
     def denominators(self, layer: Spectrum, network: Sequence[Spectrum]) -> Tensor:
         """S + share * mean S."""
-        return layer.rescaling + self.added(layer)
+        rescaling = layer.rescaling
+        return rescaling + self.added(rescaling)
 
 
 @dataclass(frozen=True)
@@ -274,13 +275,13 @@ def factored(layer: Spectrum, damping: Tensor, split: str) -> Tensor:
     return (values_out + root / pi)[:, :, None] * (values_in + root * pi)[:, None, :]
 
 
-def added_by(rule: DampingRule, layer: Spectrum) -> Tensor | float | None:
-    """lambda where a rule is known to add the same to all entries of a block; None for others."""
-    return rule.added(layer) if type(rule) in (Tikhonov, Relative) else None  # type: ignore[attr-defined]
+def added_by(rule: DampingRule, rescaling: Tensor) -> Tensor | float | None:
+    """lambda where a rule is known to add the same to all entries of a block of S; None for others."""
+    return rule.added(rescaling) if type(rule) in (Tikhonov, Relative) else None  # type: ignore[attr-defined]
 
 
 def looks_at_network(rule: DampingRule) -> bool:
-    """Whether a rule may look at other layers than its own, or at more than a group; those of users may."""
+    """Whether a rule may look at other layers than its own; those of users may."""
     return type(rule) not in (Tikhonov, Factored, Relative, TraceBased)
 
 

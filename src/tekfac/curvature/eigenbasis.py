@@ -37,9 +37,8 @@ class Eigenbasis(NamedTuple):
 
     def project(self, matrix: Tensor) -> Tensor:
         """Coordinates in the eigenbasis of gradient matrices [..., G, d_out, d_in]: a tensor of its own."""
-        if self.vectors_in.shape[-1] == self.vectors_out.shape[-1] == 1:
-            return matrix.clone()
-        return symmetric.columns_into(self.vectors_out, symmetric.into(self.vectors_in, matrix))
+        found = symmetric.columns_into(self.vectors_out, symmetric.into(self.vectors_in, matrix))
+        return found.clone() if found is matrix else found.contiguous()
 
     def unproject(self, matrix: Tensor) -> Tensor:
         """Back from the eigenbasis, [..., G, d_out, d_in]."""

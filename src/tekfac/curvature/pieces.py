@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from itertools import repeat
+from itertools import chain, repeat
 from typing import Any
 
 import torch
@@ -27,10 +27,11 @@ def in_pieces(*values: Tensor | float) -> Iterable[tuple[Any, ...]]:
     if not isinstance(first, Tensor) or first.numel() <= 2 * IN_CACHE or first.device.type != "cpu":
         return (values,)
     most = IN_CACHE * torch.get_num_threads()
-    axis = 0 if first.shape[0] > 1 else 1  # whole groups, or rows of the only one
+    axis = 0 if first.shape[0] > 1 else 1  # groups, or rows of the only one
     length = first.shape[axis]
     size = max(1, most * length // first.numel())
-    return zip(*(_cut(value, size, axis, length) for value in values), strict=False)
+    found = zip(*(_cut(value, size, axis, length) for value in values), strict=False)
+    return found if axis or size > 1 else chain.from_iterable(in_pieces(*group) for group in found)
 
 
 def _cut(value: Tensor | float, size: int, axis: int, length: int) -> Iterable[Tensor | float]:

@@ -123,12 +123,12 @@ class Stack:
             self._motion = self._new_motion(motions) if form.gathers else None
         self._spectra = tuple(map(spectrum_of, layers, curvatures))
         is_product = self._spectra[0].is_product  # whose diagonal is nowhere else
-        self._joined = self._spectra[0] if len(self._spectra) == 1 and not is_product else None
+        self._joined = self._spectra[0].theta if len(self._spectra) == 1 else None
         moving = None if self._motion is None else self._motion.second
         if moving is not None and form.entrywise:  # which will be read as it is then
             pairs = zip(self._spectra, moving.views, strict=True)
             self._spectra = tuple(replace(spectrum, theta=second) for spectrum, second in pairs)
-            self._joined = replace(self._spectra[0], basis=self.basis, theta=moving.whole)
+            self._joined = moving.whole
         self._keeps_denominators = form.moving_decay is None and (
             numbers_of(layers[0]) <= (ROOMY if is_product else SMALL)
         )
@@ -213,12 +213,13 @@ class Stack:
     def _divide(self, projected: Tensor, rules: Mapping[str, DampingRule], network: Network) -> None:
         """Divide by (S + lambda)^power, in place."""
         own_rules = [rules[layer.name] for layer in self.layers]
-        shared = self._joined if all(rule is own_rules[0] for rule in own_rules) else None
-        added = None if shared is None or self._keeps_denominators else added_by(own_rules[0], shared)
-        if shared is None or added is None:
+        whole = None if self._keeps_denominators else self._joined
+        is_one_rule = all(rule is own_rules[0] for rule in own_rules)
+        added = added_by(own_rules[0], whole) if whole is not None and is_one_rule else None
+        if whole is None or added is None:
             projected.div_(self._damped(own_rules, network))
             return
-        for part, own, more in in_pieces(projected, shared.rescaling, added):
+        for part, own, more in in_pieces(projected, whole, added):
             part.div_(_to_power(own + more, self._form.power))
 
     def _damped(self, own_rules: Sequence[DampingRule], network: Network) -> Tensor:

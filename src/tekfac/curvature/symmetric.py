@@ -287,17 +287,19 @@ def out_of(vectors: Tensor, x: Tensor) -> Tensor:
 
 
 def columns_into(vectors: Tensor, x: Tensor) -> Tensor:
-    """Q^T x for columns [..., G, d, C]; laid out as x is."""
-    if vectors.shape[-1] == vectors.shape[-2]:
+    """Q^T x for columns [..., G, d, C]; by blocks laid out as x is."""
+    _, dim, size = vectors.shape
+    if size == dim:
         return _multiplied(vectors.mT, x)
-    return into(vectors, x.mT).mT
+    return x if size == 1 else into(vectors, x.mT).mT
 
 
 def columns_out_of(vectors: Tensor, x: Tensor) -> Tensor:
-    """Q x for columns [..., G, d, C]; laid out as x is."""
-    if vectors.shape[-1] == vectors.shape[-2]:
+    """Q x for columns [..., G, d, C]; by blocks laid out as x is."""
+    _, dim, size = vectors.shape
+    if size == dim:
         return _multiplied(vectors, x)
-    return out_of(vectors, x.mT).mT
+    return x if size == 1 else out_of(vectors, x.mT).mT
 
 
 def _turned(x: Tensor, vectors: Tensor, whole: Tensor) -> Tensor:
@@ -317,13 +319,12 @@ def _by_blocks(x: Tensor, vectors: Tensor, *, turned: bool) -> Tensor:
     """x times each block, or each block turned round, for rows [..., G, R, d], which stay where they are."""
     _, dim, size = vectors.shape
     found, start = torch.empty_like(x), 0
-    if x.ndim == 3 and x.shape[0] == vectors.shape[0] == 1:  # full blocks together, by one call
+    if x.ndim == 3:  # full blocks of a group together, by one call
         start = dim // size * size
-        blocks, rows, into = (
-            torch.unflatten(whole[0].narrow(axis, 0, start), axis, (-1, size))
-            for whole, axis in ((vectors, 0), (x, 1), (found, 1))
-        )
-        torch.bmm(rows.transpose(0, 1), blocks.mT if turned else blocks, out=into.transpose(0, 1))
+        for own, rows, into in zip(vectors, x, found, strict=True):
+            blocks = torch.unflatten(own[:start], 0, (-1, size))
+            apart = (torch.unflatten(whole[:, :start], 1, (-1, size)).transpose(0, 1) for whole in (rows, into))
+            torch.bmm(next(apart), blocks.mT if turned else blocks, out=next(apart))
     for first in range(start, dim, size):
         part = slice(first, min(first + size, dim))
         block = vectors[:, part, : part.stop - first]

@@ -35,6 +35,7 @@ VARIANTS: Mapping[str, Entry] = {
     "measured every 50": Entry("tekfac", LR, {"factors_every": 50, "basis_every": 50}),
     "tracked bases": Entry("tekfac", LR, {"track_basis": True}),
     "blocks of norms": Entry("tekfac", LR, {"precondition_norms": True}),
+    "large sides whole": Entry("tekfac", LR, {"max_dim": 800}),
     "large sides in halves": Entry("tekfac", LR, {"max_dim": 150}),
     "exact statistics": Entry("tekfac", LR, {"statistics_samples": None, "turns": False}),
     "AdamW": Entry("adamw", 3e-3),
