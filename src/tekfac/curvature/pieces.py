@@ -12,7 +12,7 @@ from torch import Tensor
 IN_CACHE = 2**16
 """Numbers of a piece, for every thread: some tensors of that size fit in a core's second cache.
 
-The step's arithmetic on 2,000,000 numbers then takes half its time; smaller pieces cost calls."""
+Larger pieces go to memory and back between two operations; smaller ones cost calls."""
 
 
 def in_pieces(*values: Tensor | float) -> Iterable[tuple[Any, ...]]:

@@ -321,10 +321,11 @@ def _by_blocks(x: Tensor, vectors: Tensor, *, turned: bool) -> Tensor:
     found, start = torch.empty_like(x), 0
     if x.ndim == 3:  # full blocks of a group together, by one call
         start = dim // size * size
-        for own, rows, into in zip(vectors, x, found, strict=True):
+        for own, rows, place in zip(vectors, x, found, strict=True):
             blocks = torch.unflatten(own[:start], 0, (-1, size))
-            apart = (torch.unflatten(whole[:, :start], 1, (-1, size)).transpose(0, 1) for whole in (rows, into))
-            torch.bmm(next(apart), blocks.mT if turned else blocks, out=next(apart))
+            parts = torch.unflatten(rows[:, :start], 1, (-1, size)).transpose(0, 1)
+            places = torch.unflatten(place[:, :start], 1, (-1, size)).transpose(0, 1)
+            torch.bmm(parts, blocks.mT if turned else blocks, out=places)
     for first in range(start, dim, size):
         part = slice(first, min(first + size, dim))
         block = vectors[:, part, : part.stop - first]

@@ -64,8 +64,8 @@ class SideRule:
         """The size of the blocks: `dim` is whole, 1 is diagonal."""
         most = self.max_dim
         if most == "auto":
-            whole, blocks = AUTO_OF_CONVOLUTIONS if of_convolution else AUTO
-            most = whole if dim <= whole else blocks
+            sizes = AUTO_OF_CONVOLUTIONS if of_convolution else AUTO
+            most = sizes.whole if dim <= sizes.whole else sizes.blocks
         blocks = math.ceil(dim / most)
         if self.large_dims == "diagonal" and blocks > 1:
             return 1
