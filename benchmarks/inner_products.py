@@ -115,7 +115,7 @@ def sums() -> list[str]:
         module = nn.Conv2d(c_in, c_out, 3, padding=1, bias=False)
         layer = take_inventory(module, []).layers[""]
         a, u = torch.randn(BATCH, c_in, edge, edge), torch.randn(1, BATCH, c_out, edge, edge)
-        form, chosen = PatchRows(module), Sums(32, torch.randint(0, 2, (BATCH,)) * 2 - 1)
+        form, chosen = PatchRows(module), Sums.of_all(torch.randint(0, 2, (BATCH,)) * 2 - 1, 32)
         whole = milliseconds(lambda form=form, layer=layer, a=a, u=u: form.gradient(layer.shape, a, u), 5)
         parts = milliseconds(
             lambda form=form, layer=layer, a=a, u=u, chosen=chosen: chosen.of(layer, form, a, u), 5

@@ -15,7 +15,7 @@ import pytest
 
 import tekfac
 from tekfac.cli.main import COMMANDS, main, parser_of
-from tekfac.cli.parsing import has_default
+from tekfac.cli.parsing import has_default, pair
 from tekfac.common.extras import EXTRAS_OF
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -261,3 +261,19 @@ def test_a_model_that_needs_to_know_the_images_says_how_to_tell_it(capsys: pytes
     ):
         assert main(arguments) == 1
         assert told in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("5", 5),
+        ("0.5", 0.5),
+        ("[1, 2]", [1, 2]),
+        ("true", True),
+        ("False", False),
+        ("None", None),
+        ("exact", "exact"),
+    ],
+)
+def test_values_of_settings_are_read_as_toml_or_python_writes_them(text: str, value: object) -> None:
+    assert pair(f"key={text}") == ("key", value)

@@ -1,4 +1,4 @@
-"""All samples can be measured in a few sums with random signs: without bias, in every kind of layer."""
+"""Samples can be measured in a few sums with random signs: without bias, in every kind of layer."""
 
 from __future__ import annotations
 
@@ -20,12 +20,22 @@ from tekfac.capture import selection
 from tekfac.capture.capture import Capture
 from tekfac.capture.measurement import Measurement
 from tekfac.capture.sampling import Sampling
-from tekfac.capture.selection import FEWEST, FEWEST_SUMS, ROOM, SUMS, Selection, can_be_summed, wanted_sums
+from tekfac.capture.selection import (
+    FEWEST,
+    FEWEST_SUMS,
+    IN_A_SUM,
+    ROOM,
+    SUMS,
+    Selection,
+    can_be_summed,
+    wanted_sums,
+)
 from tekfac.curvature.eigenbasis import decompose
 from tekfac.curvature.factors import TRACE_RESTRICTED
 from tekfac.curvature.rescaling import second_moments
-from tekfac.layers.batch import FormedBatch, LayerBatch, Sums
+from tekfac.layers.batch import FormedBatch, LayerBatch, MomentBatch, Sums
 from tekfac.layers.inventory import take_inventory
+from tekfac.layers.layer import Layer
 from tekfac.layers.shapes import LayerShape
 from training import assert_identical, resumed, train
 
@@ -55,12 +65,18 @@ def batch(seed: int = 0, samples: int = SAMPLES) -> tuple[Tensor, Tensor]:
     return normal(samples, 1, 4, 4, seed=seed), torch.arange(samples) % 3
 
 
-def captures(model: nn.Module, fisher: Any = "empirical") -> tuple[Capture, Capture]:
+def squares(layer: Layer, gradients: Tensor) -> tuple[Tensor, Tensor]:
+    found = TRACE_RESTRICTED.sums([FormedBatch(layer, gradients, 1.0)], "exact", BUDGET)
+    return found.input, found.output
+
+
+def captures(model: nn.Module, fisher: Any = "empirical", squaring: Any = None) -> tuple[Capture, Capture]:
     """Of each sample, and of sums."""
     layers, measurement = take_inventory(model, []).layers, Measurement(fisher=fisher, seed=0)
+    summed = {"may_be_summed": True, "squaring": squaring}
     found = (
         Capture(model, layers.values(), measurement, statistics_samples=None),
-        Capture(model, layers.values(), measurement, statistics_samples="auto", may_be_summed=True),
+        Capture(model, layers.values(), measurement, statistics_samples="auto", **summed),
     )
     for capture in found:
         capture.arm()
@@ -70,7 +86,7 @@ def captures(model: nn.Module, fisher: Any = "empirical") -> tuple[Capture, Capt
 @pytest.fixture
 def always_summed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever the sizes, and with signs that the tests know."""
-    monkeypatch.setattr(Selection, "in_sums", lambda *_: Sums(COUNT, SIGNS))
+    monkeypatch.setattr(Selection, "in_sums", lambda *_: Sums.of_all(SIGNS, COUNT))
 
 
 def gradients_of(captured: LayerBatch | FormedBatch) -> Tensor:
@@ -150,7 +166,7 @@ def test_the_mean_over_all_signs_is_what_each_sample_gives(monkeypatch: pytest.M
     thetas: dict[str, Any] = {}
     all_signs = list(itertools.product([1, -1], repeat=samples))
     for signs in all_signs:
-        monkeypatch.setattr(Selection, "in_sums", lambda *_, s=signs: Sums(2, torch.tensor(s)))
+        monkeypatch.setattr(Selection, "in_sums", lambda *_, s=signs: Sums.of_all(torch.tensor(s), 2))
         each, sums = captures(model)
         F.cross_entropy(model(x), y).backward()
         of_each, of_sums = each.batches(), sums.batches()
@@ -166,6 +182,49 @@ def test_the_mean_over_all_signs_is_what_each_sample_gives(monkeypatch: pytest.M
         for place, value in enumerate(expected):
             assert_close(torch.stack([found[place] for found in moments[name]]).mean(0), value)
         assert_close(torch.stack(thetas[name]).mean(0), second_moments(own, _some_basis(own), BUDGET))
+
+
+def test_parts_that_are_chosen_stand_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The mean over all choices is what all of them give, whatever the signs; parts need not be equal."""
+    model, (x, y) = seeded(Net), batch()
+    parts, count = 4, 2
+    found: dict[str, Any] = {}
+
+    def measured(sums: Sums) -> dict[str, Any]:
+        monkeypatch.setattr(Selection, "in_sums", lambda *_: sums)
+        capture = captures(model)[1]
+        F.cross_entropy(model(x), y).backward()
+        capture.disarm()
+        return {name: TRACE_RESTRICTED.measure(own, "exact", BUDGET) for name, own in capture.batches().items()}
+
+    for chosen in itertools.combinations(range(parts), count):
+        for name, moments in measured(Sums(SIGNS, parts, chosen)).items():
+            found.setdefault(name, []).append(moments)
+    for name, expected in measured(Sums.of_all(SIGNS, parts)).items():
+        for place, value in enumerate(expected):
+            assert_close(torch.stack([moments[place] for moments in found[name]]).mean(0), value)
+
+
+@pytest.mark.usefixtures("always_summed")
+@ALL_FISHERS
+def test_moments_that_are_formed_in_the_pass_are_those_of_the_gradients(fisher: str) -> None:
+    """Over two micro-batches, whose factor on gradients is known only afterwards."""
+    model = seeded(Net)
+    _, of_gradients = captures(model, fisher)
+    _, of_moments = captures(model, fisher, squares)
+    for seed in range(2):
+        x, y = batch(seed)
+        F.cross_entropy(model(x), y).div(2).backward()
+    expected, found = of_gradients.batches(), of_moments.batches()
+    assert found.keys() == expected.keys()
+    for name, own in found.items():
+        assert all(isinstance(part, MomentBatch) for part in own)
+        for _ in range(2):  # reading changes nothing
+            read = TRACE_RESTRICTED.measure(own, "exact", BUDGET)
+            for value, wanted in zip(
+                read, TRACE_RESTRICTED.measure(expected[name], "exact", BUDGET), strict=True
+            ):
+                assert_close(value, wanted)
 
 
 def _some_basis(batches: Any) -> Any:
@@ -184,9 +243,29 @@ def test_samples_are_summed_where_that_saves_something() -> None:
     assert wanted_sums(SUMS + 1, 65, wide, 0) == SUMS
     assert wanted_sums(FEWEST_SUMS * 64, 1, wide, 39.0) is None  # rows are no more than those of the sums
     assert wanted_sums(FEWEST_SUMS * 64 + 1, 1, wide, 39.0) is None  # single rows
-    assert wanted_sums(FEWEST_SUMS * 64 + 1, 2, wide, 39.0) == FEWEST_SUMS
+    assert wanted_sums(FEWEST_SUMS * 64 + 1, 4, wide, 39.0) == FEWEST_SUMS
     narrow = LayerShape("layer", (8, 8, 3, 3), has_bias=False)
     assert wanted_sums(128, 64, narrow, 39.0) is None  # calls would take longer
+    square = LayerShape("layer", (64, 64), has_bias=False)  # whose ranks cover both sides
+    assert wanted_sums(128, 512, square, 0) == SUMS // 2
+
+
+def test_a_sum_has_few_samples() -> None:
+    """Of a large batch some parts are chosen, the same ones for all layers that need as many."""
+    shape, samples = LayerShape("layer", (64, 64, 3, 3), has_bias=False), IN_A_SUM * 30 - 1
+    counts = torch.zeros(30)
+    for seed in range(200):
+        chosen = Selection("auto", torch.ones(samples, 1, dtype=torch.bool), Sampling(seed))
+        few, again, many = (chosen.in_sums(64, shape, measurements) for measurements in (4.0, 4.0, 1.0))
+        assert isinstance(few, Sums)
+        assert few == again
+        assert few.parts == 30
+        assert len(few.chosen) == len(set(few.chosen)) == SUMS // 4
+        assert isinstance(many, Sums)
+        assert many.parts == len(many.chosen) == SUMS  # of two samples or one
+        counts[list(few.chosen)] += 1
+    mean = 200 * SUMS // 4 / 30
+    assert (counts - mean).abs().max() < 5 * mean**0.5
 
 
 def test_sums_are_no_more_than_there_is_room_for() -> None:
@@ -277,13 +356,14 @@ def test_micro_batches_are_sums_of_their_own() -> None:
 
 @pytest.mark.usefixtures("always_summed")
 @pytest.mark.parametrize("freeze", [True, False])
-def test_a_bias_that_is_frozen_or_unfrozen_before_the_step(freeze: bool) -> None:
-    """Its column is left out; where it is missing, the layer waits for the next measurement."""
+@pytest.mark.parametrize("make", [TEKFAC, TEKFAC.natural], ids=["default", "natural"])
+def test_a_bias_that_is_frozen_or_unfrozen_before_the_step(make: Any, freeze: bool) -> None:
+    """Its column is left out; where that cannot be done, the layer waits for the next measurement."""
     model = seeded(Net)
     bias = model.convolution.bias
     assert bias is not None
     bias.requires_grad_(freeze)
-    optimizer = TEKFAC.natural(model, lr=0.01, factors_every=1, basis_every=1, fisher="empirical")
+    optimizer = make(model, lr=0.01, factors_every=1, basis_every=1, fisher="empirical")
     for seed in range(2):
         x, y = batch(seed)
         optimizer.zero_grad()
@@ -292,6 +372,17 @@ def test_a_bias_that_is_frozen_or_unfrozen_before_the_step(freeze: bool) -> None
             bias.requires_grad_(not freeze)
         optimizer.step()
     assert optimizer.curvature["convolution"].basis.vectors_in.shape[-1] == (4 if freeze else 5)
+
+
+@pytest.mark.usefixtures("always_summed")
+def test_the_default_step_keeps_moments_and_the_natural_one_gradients() -> None:
+    """Whose squares in the basis are measured, too."""
+    for make, kind in ((TEKFAC, MomentBatch), (TEKFAC.natural, FormedBatch)):
+        model, (x, y) = seeded(Net), batch()
+        optimizer = make(model)
+        F.cross_entropy(model(x), y).backward()
+        for own in optimizer._capture.batches().values():
+            assert all(isinstance(part, kind) for part in own)
 
 
 @pytest.mark.usefixtures("always_summed")

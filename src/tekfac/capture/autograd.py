@@ -79,8 +79,8 @@ def accumulates(calls: Sequence[ModuleCall]) -> bool | None:
         return None
 
 
-Arrived = list[Tensor | None]
-"""What has arrived at each of a call's outputs."""
+Arrived = list[Any]
+"""What was taken of what has arrived at each of a call's outputs; None where nothing has."""
 
 
 class Descent:
@@ -158,7 +158,7 @@ def _taker(
     return take_first
 
 
-def _taken(gradient: Tensor | None, take: Take | None) -> Tensor | None:
+def _taken(gradient: Tensor | None, take: Take | None) -> Any:
     if gradient is None:
         return None
     return gradient.detach() if take is None else take(gradient.detach())

@@ -14,7 +14,7 @@ import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from types import MappingProxyType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -27,6 +27,7 @@ from tekfac.capture.sample_axis import InseparableError, SampleAxis, divided_int
 from tekfac.capture.sampling import Sampling
 from tekfac.capture.selection import Selection, StatisticsSamples, can_be_summed
 from tekfac.capture.taking import (
+    Squaring,
     clear_layer,
     settle,
     take_gradients_of_units,
@@ -34,7 +35,7 @@ from tekfac.capture.taking import (
     take_sums,
 )
 from tekfac.common.phases import Phase
-from tekfac.layers.batch import CapturedBatch, FormedBatch, LayerBatch, PassContext, Sums
+from tekfac.layers.batch import CapturedBatch, FormedBatch, LayerBatch, MomentBatch, PassContext, Sums
 from tekfac.layers.kinds.base import Application, RepetitionError
 from tekfac.layers.kinds.norm import UnitKind
 from tekfac.layers.layer import Layer
@@ -77,6 +78,7 @@ class Capture:
         grad_scaler: torch.amp.GradScaler | None = None,
         statistics_samples: StatisticsSamples = None,
         may_be_summed: bool = False,
+        squaring: Squaring | None = None,
         only_training: bool = True,
     ) -> None:
         """Watch nothing yet.
@@ -89,6 +91,7 @@ class Capture:
             statistics_samples: of a batch, that are measured.
             may_be_summed: whether all that is made of a sample is its gradient, so that sums of samples with
                 random signs will do.
+            squaring: what is kept of such sums, if that is less than their gradients.
             only_training: whether only passes in training mode count.
         """
         seed = torch.initial_seed() if measurement.seed is None else measurement.seed
@@ -103,6 +106,7 @@ class Capture:
         self._grad_scaler = grad_scaler
         self._statistics_samples: StatisticsSamples = statistics_samples
         self._may_be_summed = may_be_summed and statistics_samples == "auto"
+        self._squaring = squaring
         self._measurements: Mapping[str, float] = {}
         self._only_training = only_training
         self._hooks = ModelHooks(model, measurement, self, only_training=only_training)
@@ -300,7 +304,7 @@ class Capture:
         chosen = self._chosen(selection, layer, math.prod(noted.call.shapes[0]), samples)
         once = self._measurement.fisher == "empirical"
         if isinstance(chosen, Sums):
-            take_sums(noted, layer, chosen, once=once)
+            take_sums(noted, layer, chosen, self._squaring, once=once)
             return
         if chosen is not None:
             take_samples(noted, chosen)
@@ -400,12 +404,21 @@ class Capture:
         arrived = [own for (own,) in call.gradients if own is not None]
         call.kept, call.gradients, call.take = {}, [], None  # which refers to the call: they are freed at once
         if arrived and layer.weight.requires_grad:
-            rows = call.rows
-            share = 1.0 if rows is None else len(rows) / passed.selection.samples
-            gradients = arrived[0] if len(arrived) == 1 else torch.cat(arrived)  # whose layout would be lost
-            batch = FormedBatch(layer, gradients, share * passed.context.num_terms)
+            batch = self._formed(layer, arrived, call.rows, passed)
             self._probed.add(layer.name)
             self._batches.setdefault(layer.name, []).append(batch)
+
+    def _formed(
+        self, layer: Layer, arrived: Sequence[Any], rows: Tensor | None, passed: _Pass
+    ) -> FormedBatch | MomentBatch:
+        """What was taken of one or more vectors, as a batch."""
+        terms = passed.context.num_terms
+        if isinstance(arrived[0], tuple):
+            inputs, outputs = zip(*arrived, strict=True)
+            return MomentBatch(layer, sum(inputs[1:], inputs[0]), sum(outputs[1:], outputs[0]), terms)
+        share = 1.0 if rows is None else len(rows) / passed.selection.samples
+        gradients = arrived[0] if len(arrived) == 1 else torch.cat(list(arrived))  # whose layout would be lost
+        return FormedBatch(layer, gradients, share * terms)
 
     def _joined(
         self, layer: Layer, applications: list[Application], rows: Tensor | None, passed: _Pass
@@ -432,7 +445,10 @@ class Capture:
         if chosen is None:
             return batch
         if isinstance(chosen, Sums):
-            return batch.summed(chosen)
+            summed = batch.summed(chosen)
+            if self._squaring is None:
+                return summed
+            return MomentBatch(layer, *self._squaring(layer, summed.gradients), summed.num_terms)
         return batch.of_part(chosen, len(chosen) / passed.selection.samples)
 
     def _applications(self, noted: ModuleCall) -> list[Application]:

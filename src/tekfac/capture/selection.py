@@ -1,6 +1,6 @@
-"""Which samples of a batch are measured: each of them, all in a few sums, or as many as a layer needs.
+"""Which samples of a batch are measured: each of them, many in a few sums, or as many as a layer needs.
 
-Where a layer's statistics are made of its samples' gradients alone, all samples are put together to sums with
+Where a layer's statistics are made of its samples' gradients alone, samples are put together to sums with
 random signs, whose squares are right in expectation. Otherwise some are drawn at random: a sample that uses a
 layer's weights at T positions has a gradient of rank up to min(T, d), so that a few of them say as much of the
 layer as a whole batch of single rows, if there are labels enough in them; and the fewer will do, the more the
@@ -32,9 +32,12 @@ COVER = 16
 """How often the ranks of all gradients in a running average cover a side of the block."""
 
 SUMS = 64
-"""In a running average, at least, where samples are put together."""
+"""In a running average, at least, where samples are put together; half of them where their ranks cover."""
 
-FEWEST_SUMS = 16
+IN_A_SUM = 4
+"""Samples, at most: more of them hardly lessen the noise of its squares, and cost as much each."""
+
+FEWEST_SUMS = 8
 """In one measurement."""
 
 WORTH_SUMS = 2**26
@@ -90,14 +93,16 @@ def wanted_sums(samples: int, positions: int, shape: LayerShape, measurements: f
         shape: of the layer.
         measurements: as many as the running average that they enter holds so far.
     """
-    count = max(FEWEST_SUMS, min(math.ceil(SUMS / max(1.0, measurements)), ROOM // shape.size))
+    cover = COVER * max(shape.side_in, shape.side_out) / min(shape.d_in, shape.d_out)
+    in_all = min(SUMS, max(SUMS / 2, cover))
+    count = max(FEWEST_SUMS, min(math.ceil(in_all / max(1.0, measurements)), ROOM // shape.size))
     rows = samples * positions
     pays = rows > count * min(shape.d_in, shape.d_out) and rows * shape.size >= WORTH_SUMS
     return count if pays and samples > count and positions > 1 else None
 
 
 class Selection:
-    """The samples of one pass in a random order, of which every layer takes the first few, or all in sums.
+    """The samples of one pass in a random order, of which every layer takes the first few, or some in sums.
 
     Attributes:
         samples: how many take part in the loss.
@@ -113,6 +118,7 @@ class Selection:
             choosing: the generator to draw with.
         """
         self._signs: Tensor | None = None
+        self._parts: dict[int, list[int]] = {}
         self._setting: StatisticsSamples = setting
         self._choosing = choosing
         self._candidates = counted.any(dim=1)
@@ -145,11 +151,17 @@ class Selection:
             shape: of the layer.
             measurements: as many as its running average holds so far.
         """
-        count = wanted_sums(len(self._candidates), positions, shape, measurements)
+        samples = len(self._candidates)
+        count = wanted_sums(samples, positions, shape, measurements)
         if count is None:
             return self.of(positions, shape, measurements)
+        generator = self._choosing.generator_on(torch.device("cpu"))
         if self._signs is None:
-            generator = self._choosing.generator_on(torch.device("cpu"))
-            bits = torch.randint(0, 2, (len(self._candidates),), generator=generator)
+            bits = torch.randint(0, 2, (samples,), generator=generator)
             self._signs = (2 * bits - 1).to(self._candidates.device)
-        return Sums(count, self._signs)
+        parts = max(count, math.ceil(samples / IN_A_SUM))
+        if parts == count:
+            return Sums.of_all(self._signs, count)
+        if parts not in self._parts:
+            self._parts[parts] = torch.randperm(parts, generator=generator).tolist()
+        return Sums(self._signs, parts, sorted(self._parts[parts][:count]))

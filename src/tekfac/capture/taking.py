@@ -6,6 +6,7 @@ are kept whole, and what is measured is picked out when all is known (capture.py
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -67,25 +68,34 @@ def take_gradients_of_units(noted: ModuleCall, layer: Layer, *, once: bool) -> N
     call.take, call.is_formed = take, True
 
 
-def take_sums(noted: ModuleCall, layer: Layer, sums: Sums, *, once: bool) -> None:
+Squares = tuple[Tensor, Tensor]
+"""The sums of G^T G and G G^T, in the forms of a layer's sides."""
+
+Squaring = Callable[[Layer, Tensor], Squares]
+"""Makes them of gradients [K, G, n, d_out, d_in]."""
+
+
+def take_sums(noted: ModuleCall, layer: Layer, sums: Sums, squaring: Squaring | None, *, once: bool) -> None:
     """Form the gradients of sums of samples where a gradient arrives, and keep nothing else.
 
     Args:
         noted: the call.
         layer: that it belongs to.
         sums: of its samples.
+        squaring: what is kept of them, if that is less.
         once: whether there is one vector only, so that inputs can be let go of when it has arrived.
     """
     call, kind = noted.call, noted.watched.kind
     assert isinstance(kind, SimpleKind)
     form = kind.form(noted.watched.module)
 
-    def take(gradient: Tensor) -> Tensor:
+    def take(gradient: Tensor) -> Tensor | Squares:
         inputs = call.kept["input"]
         if once:
             call.kept = {}
         with Phase("factors"), torch.no_grad(), without_autocast(gradient.device):
-            return sums.of(layer, form, inputs, gradient[None])
+            formed = sums.of(layer, form, inputs, gradient[None])
+            return formed if squaring is None else squaring(layer, formed)
 
     call.take, call.is_formed = take, True
 

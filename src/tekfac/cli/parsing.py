@@ -80,11 +80,17 @@ def add_repeated(parser: argparse._ActionsContainer, name: str, form: str, told:
     parser.add_argument(name, action="append", default=[], metavar=form, help=told)
 
 
+WORDS = {"True": True, "False": False, "None": None}
+"""That Python has, and tables show, and TOML writes otherwise or has not."""
+
+
 def pair(text: str) -> tuple[str, Any]:
-    """KEY=VALUE; the value as in TOML (numbers, true, lists), or else as text."""
+    """KEY=VALUE; the value as in TOML (numbers, true, lists) or one of Python's words, or else as text."""
     key, equals, value = text.partition("=")
     if not equals or not key:
         raise ValueError(f"Cannot read {text!r}. Expected KEY=VALUE, such as factors_every=20.")
+    if value in WORDS:
+        return key.strip(), WORDS[value]
     try:
         return key.strip(), tomllib.loads(f"value = {value}")["value"]
     except tomllib.TOMLDecodeError:

@@ -103,6 +103,9 @@ class FactorRule:
         Rows of a tied table cannot be averaged with one another: unless the exact factors are asked for, each
         is weighted by its partner, whatever the factors.
         """
+        if rows.moments is not None:
+            inputs, outputs = rows.moments
+            return MomentSums(inputs * rows.scale, outputs * rows.scale, None)
         measure = restricted_expand if rows.tied and sharing != "exact" else self.sharings[sharing]
         sums = measure(rows)
         if rows.scale != 1:

@@ -14,7 +14,8 @@ from tekfac.curvature.eigenbasis import Eigenbasis, Turn, decompose, standard_ba
 from tekfac.curvature.factors import FactorRule, KroneckerFactors
 from tekfac.curvature.rescaling import RescalingRule, product_of_eigenvalues, second_moments
 from tekfac.curvature.symmetric import DecompositionError
-from tekfac.layers.batch import KeptRows, RowSource
+from tekfac.layers.batch import FormedBatch, KeptRows, RowSource
+from tekfac.layers.layer import Layer
 
 
 class NonFiniteStatisticsError(ArithmeticError):
@@ -52,6 +53,16 @@ class Recipe:
     def needs_only_gradients(self) -> bool:
         """Whether all that is measured of a sample is made of its gradient: partial traces of F, and Theta."""
         return self.factors.trace_restricted and self.sharing == "exact"
+
+    @property
+    def needs_only_moments(self) -> bool:
+        """Whether of these gradients only the partial traces are needed."""
+        return self.needs_only_gradients and not self.rescaling.measured
+
+    def squares(self, layer: Layer, gradients: Tensor) -> tuple[Tensor, Tensor]:
+        """The sums of G^T G and G G^T of gradients [K, G, n, d_out, d_in], in the forms of a layer's sides."""
+        sums = self.factors.sums([FormedBatch(layer, gradients, 1.0)], self.sharing, self.memory_budget)
+        return sums.input, sums.output
 
 
 @dataclass(frozen=True)

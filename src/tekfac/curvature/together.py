@@ -57,13 +57,13 @@ def refreshed_together(
     """The curvatures after one more batch, as `refreshed` gives them one by one.
 
     Returns:
-        None where that has to be done one by one: positions that may not count, too many rows for the memory
-        budget, or a failed decomposition.
+        None where that has to be done one by one: positions that may not count, no rows any more, or too many
+        for the memory budget, or a failed decomposition.
 
     Raises:
         NonFiniteStatisticsError: if a batch leads to numbers that are not finite.
     """
-    if any(batch.has_masks for batch in batches):
+    if any(batch.has_masks or not batch.has_rows for batch in batches):
         return None
     rows = _JoinedRows(batches)
     if samples_per_chunk(rows, recipe.memory_budget) < rows.shape.samples:

@@ -91,6 +91,7 @@ class LayerBatch:
     samples: int
     context: PassContext
     gradient_factor: float = 1.0
+    has_rows: ClassVar[bool] = True
 
     @property
     def num_terms(self) -> float:
@@ -204,15 +205,22 @@ class Sums:
     """Samples put together to a few sums with random signs, each of samples that follow one another.
 
     The squares of such a sum are those of its samples, in expectation over the signs (docs/mathematics.md,
-    section 6), so that all of a batch can be measured at the price of a few samples.
+    section 6), so that many samples can be measured at the price of a few.
 
     Attributes:
-        count: of the sums.
-        signs: 1 or -1 for every sample, [N].
+        signs: 1 or -1 for every sample of the batch, [N].
+        parts: the number of parts that the batch is cut into, as equal as they can be.
+        chosen: which of them become sums, in ascending order; they stand for all.
     """
 
-    count: int
     signs: Tensor
+    parts: int
+    chosen: Sequence[int]
+
+    @classmethod
+    def of_all(cls, signs: Tensor, count: int) -> Sums:
+        """All samples in so many sums."""
+        return cls(signs, count, range(count))
 
     def of(self, layer: Layer, form: RowForm, inputs: Tensor, gradients: Tensor) -> Tensor:
         """The gradients of the sums, [K, G, n, d_out, d_in].
@@ -223,13 +231,17 @@ class Sums:
             inputs: [N, ...], or k times as many.
             gradients: [K, N, ...], likewise.
         """
-        fold = len(inputs) // len(self.signs)
-        signs = self.signs.repeat_interleave(fold) if fold > 1 else self.signs
-        inputs = inputs.to(layer.dtype)
-        signed = gradients.to(layer.dtype) * signs.to(layer.dtype).reshape(1, -1, *[1] * (gradients.ndim - 2))
-        sizes = [fold * len(part) for part in torch.tensor_split(self.signs, self.count)]
-        parts = zip(torch.split(inputs, sizes), torch.split(signed, sizes, dim=1), strict=True)
-        found = [form.gradient(layer.shape, *part) for part in parts]
+        samples, fold = len(self.signs), len(inputs) // len(self.signs)
+        weights = self.signs.to(layer.dtype) * (self.parts / len(self.chosen)) ** 0.5
+        weights = weights.repeat_interleave(fold) if fold > 1 else weights
+        weights = weights.reshape(1, -1, *[1] * (gradients.ndim - 2))
+        least, longer = divmod(samples, self.parts)  # as torch.tensor_split does
+        found = []
+        for part in self.chosen:
+            start = part * least + min(part, longer)
+            rows = slice(fold * start, fold * (start + least + (part < longer)))
+            weighted = gradients[:, rows].to(layer.dtype) * weights[:, rows]
+            found.append(form.gradient(layer.shape, inputs[rows].to(layer.dtype), weighted))
         return torch.stack(found, dim=3).transpose(2, 3)  # so that rows of both sides lie flat in memory
 
 
@@ -249,6 +261,7 @@ class FormedBatch:
     num_terms: float
     gradient_factor: float = 1.0
     has_masks: ClassVar[bool] = False
+    has_rows: ClassVar[bool] = True
 
     @property
     def shape(self) -> BatchShape:
@@ -272,7 +285,46 @@ class FormedBatch:
             yield Rows(a, u, None, shape.block_in, shape.block_out, formed=True, scale=scale)
 
 
-CapturedBatch = LayerBatch | FormedBatch
+@dataclass(frozen=True)
+class MomentBatch:
+    """What one forward and backward pass left for one layer, where gradients were formed and squared in it.
+
+    Attributes:
+        layer: whose parameters were applied.
+        input: the sum of G^T G over samples, or sums of them, in the form of the input side.
+        output: the sum of G G^T, in the form of the output side.
+        num_terms: the number of loss terms M that the Fisher is divided by.
+        gradient_factor: what captured gradients are multiplied by, to be those of single loss terms.
+    """
+
+    layer: Layer
+    input: Tensor
+    output: Tensor
+    num_terms: float
+    gradient_factor: float = 1.0
+    has_masks: ClassVar[bool] = False
+    has_rows: ClassVar[bool] = False
+
+    @property
+    def shape(self) -> BatchShape:
+        """K, G, N, T, d_in and d_out: of one sample that stands for all."""
+        sizes = self.layer.shape
+        return BatchShape(1, sizes.groups, 1, sizes.d_out, sizes.d_in, sizes.d_out)
+
+    def fits(self, layer: Layer) -> bool:
+        """Whether the layer is as it was: a bias that is frozen now cannot be taken out of the moments."""
+        return layer.shape == self.layer.shape
+
+    def chunks(self, samples_per_chunk: int) -> Iterator[Rows]:
+        """The moments alone."""
+        shape, nothing = self.layer.shape, self.input.new_empty(0)
+        moments, scale = (self.input, self.output), self.gradient_factor**2
+        yield Rows(
+            nothing, nothing, None, shape.block_in, shape.block_out, formed=True, scale=scale, moments=moments
+        )
+
+
+CapturedBatch = LayerBatch | FormedBatch | MomentBatch
 """What a pass may leave for a layer."""
 
 

@@ -57,6 +57,8 @@ class Rows:
             the two uses cannot be averaged with one another.
         formed: whether a holds the gradients themselves, G_n of d_out rows each, and u is the identity.
         scale: what squares of formed gradients are to be multiplied by; others are as they should be.
+        moments: the sums of G^T G and G G^T over the samples, in the forms of the sides, where these are all
+            that is left of formed gradients: a and u are empty then.
     """
 
     a: Tensor
@@ -68,6 +70,7 @@ class Rows:
     tied: bool = False
     formed: bool = False
     scale: float = 1.0
+    moments: tuple[Tensor, Tensor] | None = None
 
     @cached_property
     def gradients(self) -> Tensor:

@@ -228,6 +228,7 @@ class NaturalGradient(Optimizer):
             grad_scaler=settings.grad_scaler,
             statistics_samples=settings.statistics_samples,
             may_be_summed=recipe.needs_only_gradients,
+            squaring=recipe.squares if recipe.needs_only_moments else None,
         )
         self._reported: set[str] = set()
         self._attempts: dict[str, int] = {}

@@ -125,8 +125,8 @@ class Application:
     real: Tensor | None = None
 
 
-Take = Callable[[Tensor], Tensor]
-"""What is kept of a gradient, instead of all of it."""
+Take = Callable[[Tensor], Any]
+"""What is kept of a gradient, instead of all of it: a part of it, or what was computed of it."""
 
 
 @dataclass(eq=False)
@@ -141,8 +141,8 @@ class Call:
         random_state: of the generators before the call, where the kind asked for it.
         rows: the samples that are kept of it, where those are only some; kept has no others.
         take: what is taken of a gradient that arrives; None: all of it.
-        is_formed: whether what is taken are gradients of the parameters, of samples or of sums of them, and not
-            those of its outputs.
+        is_formed: whether what is taken are gradients of the parameters, of samples or of sums of them, or what
+            was made of these, and not the gradients of its outputs.
         versions: of the kept tensors, to notice a change in place.
         edges: where the gradients of its outputs pass in autograd's graph; of an output that the model's own
             outputs are, its number only; None for one without gradient.
@@ -160,11 +160,11 @@ class Call:
     is_formed: bool = False
     versions: Sequence[int] = ()
     edges: Sequence[GradientEdge | int | None] = ()
-    gradients: list[Sequence[Tensor | None]] = field(default_factory=list)
+    gradients: list[Sequence[Any]] = field(default_factory=list)
     probe: Sequence[Tensor | None] | None = None
 
     @property
-    def vectors(self) -> list[Sequence[Tensor | None]]:
+    def vectors(self) -> list[Sequence[Any]]:
         """The gradients of every vector, the probe last."""
         return [*self.gradients, *([] if self.probe is None else [self.probe])]
 
