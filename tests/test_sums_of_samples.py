@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from dense import assert_close, normal, seeded
 from layer_kinds import BIASES, KINDS
 from tekfac import TEKFAC
-from tekfac.capture import selection
+from tekfac.capture import selection, taking
 from tekfac.capture.capture import Capture
 from tekfac.capture.measurement import Measurement
 from tekfac.capture.sampling import Sampling
@@ -198,7 +198,7 @@ def test_parts_that_are_chosen_stand_for_all(monkeypatch: pytest.MonkeyPatch) ->
         return {name: TRACE_RESTRICTED.measure(own, "exact", BUDGET) for name, own in capture.batches().items()}
 
     for chosen in itertools.combinations(range(parts), count):
-        for name, moments in measured(Sums(SIGNS, parts, chosen)).items():
+        for name, moments in measured(Sums.of_some(SIGNS, parts, chosen)).items():
             found.setdefault(name, []).append(moments)
     for name, expected in measured(Sums.of_all(SIGNS, parts)).items():
         for place, value in enumerate(expected):
@@ -207,8 +207,12 @@ def test_parts_that_are_chosen_stand_for_all(monkeypatch: pytest.MonkeyPatch) ->
 
 @pytest.mark.usefixtures("always_summed")
 @ALL_FISHERS
-def test_moments_that_are_formed_in_the_pass_are_those_of_the_gradients(fisher: str) -> None:
+@pytest.mark.parametrize("at_a_time", [1, 2**20])
+def test_moments_that_are_formed_in_the_pass_are_those_of_the_gradients(
+    at_a_time: int, fisher: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Over two micro-batches, whose factor on gradients is known only afterwards."""
+    monkeypatch.setattr(taking, "AT_A_TIME", at_a_time)
     model = seeded(Net)
     _, of_gradients = captures(model, fisher)
     _, of_moments = captures(model, fisher, squares)
@@ -252,19 +256,19 @@ def test_samples_are_summed_where_that_saves_something() -> None:
 
 def test_a_sum_has_few_samples() -> None:
     """Of a large batch some parts are chosen, the same ones for all layers that need as many."""
-    shape, samples = LayerShape("layer", (64, 64, 3, 3), has_bias=False), IN_A_SUM * 30 - 1
-    counts = torch.zeros(30)
+    shape, samples = LayerShape("layer", (64, 64, 3, 3), has_bias=False), IN_A_SUM * 60 - 1
+    counts = torch.zeros(60)
     for seed in range(200):
         chosen = Selection("auto", torch.ones(samples, 1, dtype=torch.bool), Sampling(seed))
         few, again, many = (chosen.in_sums(64, shape, measurements) for measurements in (4.0, 4.0, 1.0))
         assert isinstance(few, Sums)
         assert few == again
-        assert few.parts == 30
+        assert few.parts == 60
         assert len(few.chosen) == len(set(few.chosen)) == SUMS // 4
         assert isinstance(many, Sums)
         assert many.parts == len(many.chosen) == SUMS  # of two samples or one
         counts[list(few.chosen)] += 1
-    mean = 200 * SUMS // 4 / 30
+    mean = 200 * SUMS // 4 / 60
     assert (counts - mean).abs().max() < 5 * mean**0.5
 
 

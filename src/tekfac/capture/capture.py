@@ -30,6 +30,7 @@ from tekfac.capture.taking import (
     Squaring,
     clear_layer,
     settle,
+    squared,
     take_gradients_of_units,
     take_samples,
     take_sums,
@@ -316,7 +317,8 @@ class Capture:
         positions = outputs // (samples * layer.shape.groups * layer.shape.d_out)
         measurements = self._measurements.get(layer.name, 0)
         if self._may_be_summed and not layer.is_table and can_be_summed(layer.shape):
-            return selection.in_sums(positions, layer.shape, measurements)
+            singly = self._squaring is not None
+            return selection.in_sums(positions, layer.shape, measurements, singly=singly)
         return selection.of(positions, layer.shape, measurements)
 
     def _num_terms(self, prediction: Prediction) -> int:
@@ -445,10 +447,10 @@ class Capture:
         if chosen is None:
             return batch
         if isinstance(chosen, Sums):
-            summed = batch.summed(chosen)
             if self._squaring is None:
-                return summed
-            return MomentBatch(layer, *self._squaring(layer, summed.gradients), summed.num_terms)
+                return FormedBatch(layer, batch.summed(chosen), batch.num_terms)
+            squares = squared(layer, chosen, self._squaring, batch.summed)
+            return MomentBatch(layer, *squares, batch.num_terms)
         return batch.of_part(chosen, len(chosen) / passed.selection.samples)
 
     def _applications(self, noted: ModuleCall) -> list[Application]:

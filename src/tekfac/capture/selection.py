@@ -34,7 +34,7 @@ COVER = 16
 SUMS = 64
 """In a running average, at least, where samples are put together; half of them where their ranks cover."""
 
-IN_A_SUM = 4
+IN_A_SUM = 2
 """Samples, at most: more of them hardly lessen the noise of its squares, and cost as much each."""
 
 FEWEST_SUMS = 8
@@ -143,18 +143,24 @@ class Selection:
             self._order = self._candidates.nonzero()[:, 0][order]
         return self._order[: int(count)].sort().values
 
-    def in_sums(self, positions: int, shape: LayerShape, measurements: float) -> Tensor | Sums | None:
+    def in_sums(
+        self, positions: int, shape: LayerShape, measurements: float, *, singly: bool = False
+    ) -> Tensor | Sums | None:
         """How the samples are put together for a layer, or as `of` where that would not pay.
 
         Args:
             positions: T, at which every sample uses the weights.
             shape: of the layer.
             measurements: as many as its running average holds so far.
+            singly: whether samples that are not put together may be sums of one each, whose gradients are
+                formed; where they have fewer positions than the gradient has rows, that would not pay either.
         """
         samples = len(self._candidates)
         count = wanted_sums(samples, positions, shape, measurements)
         if count is None:
-            return self.of(positions, shape, measurements)
+            chosen = self.of(positions, shape, measurements)
+            pays = positions > 1 and positions >= min(shape.d_in, shape.d_out)
+            return self._as_sums(chosen) if singly and pays else chosen
         generator = self._choosing.generator_on(torch.device("cpu"))
         if self._signs is None:
             bits = torch.randint(0, 2, (samples,), generator=generator)
@@ -164,4 +170,11 @@ class Selection:
             return Sums.of_all(self._signs, count)
         if parts not in self._parts:
             self._parts[parts] = torch.randperm(parts, generator=generator).tolist()
-        return Sums(self._signs, parts, sorted(self._parts[parts][:count]))
+        return Sums.of_some(self._signs, parts, sorted(self._parts[parts][:count]))
+
+    def _as_sums(self, chosen: Tensor | None) -> Sums:
+        """Each of some samples, or of all, as a sum of its own."""
+        ones = torch.ones_like(self._candidates, dtype=torch.int64)
+        if chosen is None:
+            return Sums.of_all(ones, len(ones))
+        return Sums(ones, len(ones), chosen.tolist(), math.sqrt(self.samples / len(chosen)))

@@ -16,7 +16,7 @@ from tekfac.capture.module_calls import ModuleCall, versions
 from tekfac.common.phases import Phase
 from tekfac.common.precision import without_autocast
 from tekfac.layers.batch import Sums
-from tekfac.layers.kinds.base import SimpleKind
+from tekfac.layers.kinds.base import RowForm, SimpleKind
 from tekfac.layers.kinds.norm import UnitKind
 from tekfac.layers.layer import Layer
 
@@ -72,7 +72,21 @@ Squares = tuple[Tensor, Tensor]
 """The sums of G^T G and G G^T, in the forms of a layer's sides."""
 
 Squaring = Callable[[Layer, Tensor], Squares]
-"""Makes them of gradients [K, G, n, d_out, d_in]."""
+"""Makes them of gradients [K, G, n, d_out, d_in]; the results are new tensors."""
+
+AT_A_TIME = 2**20
+"""Numbers in the gradients of sums that are formed before they are squared: 4 MB."""
+
+
+def squared(layer: Layer, sums: Sums, squaring: Squaring, form: Callable[[Sums], Tensor]) -> Squares:
+    """The squares of all sums, whose gradients are formed, by the function, a few at a time."""
+    pieces = sums.a_few_at_a_time(max(1, AT_A_TIME // layer.shape.size))
+    total_in, total_out = squaring(layer, form(next(pieces)))
+    for piece in pieces:
+        inputs, outputs = squaring(layer, form(piece))
+        total_in += inputs
+        total_out += outputs
+    return total_in, total_out
 
 
 def take_sums(noted: ModuleCall, layer: Layer, sums: Sums, squaring: Squaring | None, *, once: bool) -> None:
@@ -94,10 +108,14 @@ def take_sums(noted: ModuleCall, layer: Layer, sums: Sums, squaring: Squaring | 
         if once:
             call.kept = {}
         with Phase("factors"), torch.no_grad(), without_autocast(gradient.device):
-            formed = sums.of(layer, form, inputs, gradient[None])
-            return formed if squaring is None else squaring(layer, formed)
+            of = partial(_gradients_of, layer, form, inputs, gradient[None])
+            return of(sums) if squaring is None else squared(layer, sums, squaring, of)
 
     call.take, call.is_formed = take, True
+
+
+def _gradients_of(layer: Layer, form: RowForm, inputs: Tensor, gradients: Tensor, sums: Sums) -> Tensor:
+    return sums.of(layer, form, inputs, gradients)
 
 
 def settle(noted: ModuleCall) -> None:

@@ -6,6 +6,7 @@ parameters). Its gradient is the sum over the applications, so they are simply f
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar, NamedTuple, Protocol
@@ -133,16 +134,15 @@ class LayerBatch:
         """Whether it has all that the layer, in a new form, needs."""
         return True
 
-    def summed(self, sums: Sums) -> FormedBatch:
-        """The same samples, put together."""
+    def summed(self, sums: Sums) -> Tensor:
+        """The gradients of sums of the samples, [K, G, n, d_out, d_in]."""
 
         def of(application: Application) -> Tensor:
             gradients = torch.stack(list(application.gradients))
             return sums.of(self.layer, application.form, application.inputs, gradients)
 
         first, *others = self.applications
-        gradients = sum(map(of, others), start=of(first))
-        return FormedBatch(self.layer, gradients, self.num_terms, self.gradient_factor)
+        return sum(map(of, others), start=of(first))
 
     def chunks(self, samples_per_chunk: int) -> Iterator[Rows]:
         """The rows of all samples, at most `samples_per_chunk` at a time."""
@@ -210,17 +210,29 @@ class Sums:
     Attributes:
         signs: 1 or -1 for every sample of the batch, [N].
         parts: the number of parts that the batch is cut into, as equal as they can be.
-        chosen: which of them become sums, in ascending order; they stand for all.
+        chosen: which of them become sums, in ascending order.
+        weight: of each sum, so that the squares of the chosen ones stand for those of all.
     """
 
     signs: Tensor
     parts: int
     chosen: Sequence[int]
+    weight: float
 
     @classmethod
     def of_all(cls, signs: Tensor, count: int) -> Sums:
         """All samples in so many sums."""
-        return cls(signs, count, range(count))
+        return cls(signs, count, range(count), 1.0)
+
+    @classmethod
+    def of_some(cls, signs: Tensor, parts: int, chosen: Sequence[int]) -> Sums:
+        """The samples of some parts, a sum for each."""
+        return cls(signs, parts, chosen, math.sqrt(parts / len(chosen)))
+
+    def a_few_at_a_time(self, most: int) -> Iterator[Sums]:
+        """The same sums, so many of them at a time."""
+        for start in range(0, len(self.chosen), most):
+            yield replace(self, chosen=self.chosen[start : start + most])
 
     def of(self, layer: Layer, form: RowForm, inputs: Tensor, gradients: Tensor) -> Tensor:
         """The gradients of the sums, [K, G, n, d_out, d_in].
@@ -232,17 +244,19 @@ class Sums:
             gradients: [K, N, ...], likewise.
         """
         samples, fold = len(self.signs), len(inputs) // len(self.signs)
-        weights = self.signs.to(layer.dtype) * (self.parts / len(self.chosen)) ** 0.5
+        weights = self.signs.to(layer.dtype) * self.weight
         weights = weights.repeat_interleave(fold) if fold > 1 else weights
         weights = weights.reshape(1, -1, *[1] * (gradients.ndim - 2))
         least, longer = divmod(samples, self.parts)  # as torch.tensor_split does
-        found = []
-        for part in self.chosen:
+        shape = layer.shape
+        sizes = (len(gradients), shape.groups, shape.d_out, len(self.chosen), shape.d_in)
+        found = weights.new_empty(sizes).transpose(2, 3)  # so that rows of both sides lie flat in memory
+        for place, part in enumerate(self.chosen):
             start = part * least + min(part, longer)
             rows = slice(fold * start, fold * (start + least + (part < longer)))
             weighted = gradients[:, rows].to(layer.dtype) * weights[:, rows]
-            found.append(form.gradient(layer.shape, inputs[rows].to(layer.dtype), weighted))
-        return torch.stack(found, dim=3).transpose(2, 3)  # so that rows of both sides lie flat in memory
+            found[:, :, place] = form.gradient(shape, inputs[rows].to(layer.dtype), weighted)
+        return found
 
 
 @dataclass(frozen=True)
