@@ -86,7 +86,7 @@ def captures(model: nn.Module, fisher: Any = "empirical", squaring: Any = None) 
 @pytest.fixture
 def always_summed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever the sizes, and with signs that the tests know."""
-    monkeypatch.setattr(Selection, "in_sums", lambda *_: Sums.of_all(SIGNS, COUNT))
+    monkeypatch.setattr(Selection, "in_sums", lambda *_, **__: Sums.of_all(SIGNS, COUNT))
 
 
 def gradients_of(captured: LayerBatch | FormedBatch) -> Tensor:
@@ -166,7 +166,7 @@ def test_the_mean_over_all_signs_is_what_each_sample_gives(monkeypatch: pytest.M
     thetas: dict[str, Any] = {}
     all_signs = list(itertools.product([1, -1], repeat=samples))
     for signs in all_signs:
-        monkeypatch.setattr(Selection, "in_sums", lambda *_, s=signs: Sums.of_all(torch.tensor(s), 2))
+        monkeypatch.setattr(Selection, "in_sums", lambda *_, s=signs, **__: Sums.of_all(torch.tensor(s), 2))
         each, sums = captures(model)
         F.cross_entropy(model(x), y).backward()
         of_each, of_sums = each.batches(), sums.batches()
@@ -191,7 +191,7 @@ def test_parts_that_are_chosen_stand_for_all(monkeypatch: pytest.MonkeyPatch) ->
     found: dict[str, Any] = {}
 
     def measured(sums: Sums) -> dict[str, Any]:
-        monkeypatch.setattr(Selection, "in_sums", lambda *_: sums)
+        monkeypatch.setattr(Selection, "in_sums", lambda *_, **__: sums)
         capture = captures(model)[1]
         F.cross_entropy(model(x), y).backward()
         capture.disarm()
@@ -311,7 +311,7 @@ def test_signs_are_the_same_for_all_layers_and_fair() -> None:
 
 @pytest.mark.parametrize("sharing", ["expand", "reduce"])
 def test_other_sharings_and_tables_are_not_summed(sharing: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*_: object) -> None:
+    def refuse(*_: object, **__: object) -> None:
         raise AssertionError("a table, or a layer that needs rows, was summed")
 
     monkeypatch.setattr(Selection, "in_sums", refuse)

@@ -94,6 +94,8 @@ def _squared(rows: Tensor) -> Tensor:
     for strip in strips:
         torch.mm(x[:, strip].T, x[:, strip.start :], out=found[strip, strip.start :])
     for strip in strips:
+        square = found[strip, strip]
+        square.add_(square.T.clone()).mul_(0.5)  # processors may round the two halves differently
         found[strip.stop :, strip] = found[strip, strip.stop :].T
     return found[None]
 
