@@ -2,7 +2,7 @@
 
 Decompositions beside a warm-started step of orthogonal iteration, by QR and as `track_basis` does it, and the
 product that tells whether a basis still does; per-sample gradients of convolutions by unfolding, by a backward
-pass of the weight for each, and by a grouped convolution; and all samples of a batch in a few sums beside the
+pass of the weight for each, and by a grouped convolution; and samples of a batch in a few sums beside the
 weight's gradient in the backward pass. One thread, medians. The command
 
     python benchmarks/inner_products.py --out docs/results/inner-products.md
@@ -23,6 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from provenance import provenance
+from tekfac.capture.selection import IN_A_SUM
 from tekfac.curvature.symmetric import Along, iterated
 from tekfac.layers.batch import Sums
 from tekfac.layers.inventory import take_inventory
@@ -30,7 +31,7 @@ from tekfac.layers.kinds.convolution import PatchRows
 
 SIZES = (64, 129, 288, 513, 576, 768, 1152)
 CONVOLUTIONS = ((3, 16, 32), (16, 16, 32), (32, 32, 16), (64, 64, 8), (512, 512, 4), (512, 512, 2))
-SAMPLES, BATCH = 16, 128
+SAMPLES, BATCH, COUNT = 16, 128, 16
 
 
 def milliseconds(work: Callable[[], object], repeats: int = 9) -> float:
@@ -110,17 +111,25 @@ def gradients() -> list[str]:
 
 def sums() -> list[str]:
     """A table by the shape of a 3 x 3 convolution."""
-    lines = ["| channels, edge | the weight's gradient | in 32 sums | ratio |", "|---:|---:|---:|---:|"]
+    heads = [f"all in {COUNT} sums", f"{IN_A_SUM * COUNT} of them in {COUNT} sums"]
+    lines = [
+        f"| channels, edge | the weight's gradient | {' | '.join(heads)} | ratios |",
+        "|---:|---:|---:|---:|---:|",
+    ]
     for c_in, c_out, edge in CONVOLUTIONS:
         module = nn.Conv2d(c_in, c_out, 3, padding=1, bias=False)
         layer = take_inventory(module, []).layers[""]
         a, u = torch.randn(BATCH, c_in, edge, edge), torch.randn(1, BATCH, c_out, edge, edge)
-        form, chosen = PatchRows(module), Sums.of_all(torch.randint(0, 2, (BATCH,)) * 2 - 1, 32)
+        form, signs = PatchRows(module), torch.randint(0, 2, (BATCH,)) * 2 - 1
+        ways = (Sums.of_all(signs, COUNT), Sums.of_some(signs, BATCH // IN_A_SUM, range(0, 4 * COUNT, 4)))
         whole = milliseconds(lambda form=form, layer=layer, a=a, u=u: form.gradient(layer.shape, a, u), 5)
-        parts = milliseconds(
-            lambda form=form, layer=layer, a=a, u=u, chosen=chosen: chosen.of(layer, form, a, u), 5
-        )
-        lines.append(f"| {c_in} → {c_out}, {edge} | {whole:.2f} | {parts:.2f} | {parts / whole:.2f} |")
+        taken = [
+            milliseconds(lambda form=form, layer=layer, a=a, u=u, way=way: way.of(layer, form, a, u), 5)
+            for way in ways
+        ]
+        cells = [f"{value:.2f}" for value in (whole, *taken)]
+        cells.append(", ".join(f"{value / whole:.2f}" for value in taken))
+        lines.append(f"| {c_in} → {c_out}, {edge} | {' | '.join(cells)} |")
     return lines
 
 

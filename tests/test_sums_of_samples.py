@@ -294,6 +294,25 @@ def test_what_is_not_summed_is_chosen_from() -> None:
     assert more.in_sums(1, shape, 30.0) is None
 
 
+def test_single_samples_are_formed_where_that_saves_something() -> None:
+    """Those that are chosen, with a weight that stands for the others; ignored ones are none of them."""
+    shape, counted = LayerShape("layer", (128, 128), has_bias=False), torch.ones(FEWEST_SUMS, 1000).bool()
+    counted[3] = False
+    chosen = Selection("auto", counted, Sampling(0))
+    every = chosen.in_sums(128, shape, 0, singly=True)
+    assert isinstance(every, Sums)
+    assert (every.parts, list(every.chosen), every.weight) == (FEWEST_SUMS, list(range(FEWEST_SUMS)), 1)
+    few = chosen.in_sums(128, shape, 30.0, singly=True)
+    assert isinstance(few, Sums)
+    assert len(few.chosen) == FEWEST
+    assert 3 not in few.chosen
+    assert few.weight**2 == pytest.approx((FEWEST_SUMS - 1) / FEWEST)
+    assert set(few.signs.tolist()) == {1}
+    assert chosen.in_sums(127, shape, 0, singly=True) is None  # fewer rows than the gradient has
+    assert chosen.in_sums(500, LayerShape("layer", (60, 60), False), 0, singly=True) is None  # little to do
+    assert chosen.in_sums(128, shape, 0) is None
+
+
 def test_signs_are_the_same_for_all_layers_and_fair() -> None:
     shape = LayerShape("layer", (100, 100), has_bias=False)
     total = torch.zeros(200)

@@ -43,6 +43,9 @@ FEWEST_SUMS = 8
 WORTH_SUMS = 2**26
 """Multiplications of a weight's gradient from which those of sums take longer than the calls for them."""
 
+WORTH_SINGLY = 2**21
+"""Multiplications of one sample's gradient from which it takes longer than the call for it."""
+
 ROOM = 2**24
 """Numbers in the gradients of a layer's sums, at most: they are all there at a time."""
 
@@ -153,14 +156,15 @@ class Selection:
             shape: of the layer.
             measurements: as many as its running average holds so far.
             singly: whether samples that are not put together may be sums of one each, whose gradients are
-                formed; where they have fewer positions than the gradient has rows, that would not pay either.
+                formed; it would not pay where they have fewer positions than the gradient has rows, or little
+                to do.
         """
         samples = len(self._candidates)
         count = wanted_sums(samples, positions, shape, measurements)
         if count is None:
             chosen = self.of(positions, shape, measurements)
-            pays = positions > 1 and positions >= min(shape.d_in, shape.d_out)
-            return self._as_sums(chosen) if singly and pays else chosen
+            pays = positions >= min(shape.d_in, shape.d_out) and positions * shape.size >= WORTH_SINGLY
+            return self._as_sums(chosen) if singly and pays and positions > 1 else chosen
         generator = self._choosing.generator_on(torch.device("cpu"))
         if self._signs is None:
             bits = torch.randint(0, 2, (samples,), generator=generator)

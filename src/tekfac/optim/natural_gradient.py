@@ -160,8 +160,8 @@ class NaturalGradient(Optimizer):
             fisher: "sampled" labels (from the model's own prediction), "empirical" or "exact"; "auto": sampled
                 with a Gaussian likelihood, else empirical, which costs no backward pass.
             statistics_samples: of each batch, drawn at random, that curvature is measured on; None: all;
-                "auto": all where a layer uses its weights once per sample; else all in a few sums with random
-                signs, where sharing is exact, or as many as the running averages still need.
+                "auto": all where a layer uses its weights once per sample; else some or all in a few sums with
+                random signs, where sharing is exact, or as many as the running averages still need.
             likelihood: "categorical", "bernoulli", "gaussian", a tekfac.likelihoods.Likelihood, or a callable
                 (outputs, generator) -> losses of drawn labels.
             loss_reduction: how the loss adds up its terms: "mean", "batchmean" or "sum".
