@@ -47,7 +47,7 @@ WORTH_SINGLY = 2**21
 """Multiplications of one sample's gradient from which it takes longer than the call for it."""
 
 ROOM = 2**24
-"""Numbers in the gradients of a layer's sums, at most: they are all there at a time."""
+"""Numbers in the gradients of a layer's sums, at most: where they are kept, all are there at a time."""
 
 TERMS = 2400
 """Of the loss, in a running average: each is a label of its own, and their gradients are heavy-tailed."""

@@ -16,7 +16,7 @@ from tekfac.capture.module_calls import ModuleCall, versions
 from tekfac.common.phases import Phase
 from tekfac.common.precision import without_autocast
 from tekfac.layers.batch import Sums
-from tekfac.layers.kinds.base import RowForm, SimpleKind
+from tekfac.layers.kinds.base import SimpleKind
 from tekfac.layers.kinds.norm import UnitKind
 from tekfac.layers.layer import Layer
 
@@ -108,14 +108,13 @@ def take_sums(noted: ModuleCall, layer: Layer, sums: Sums, squaring: Squaring | 
         if once:
             call.kept = {}
         with Phase("factors"), torch.no_grad(), without_autocast(gradient.device):
-            of = partial(_gradients_of, layer, form, inputs, gradient[None])
+
+            def of(some: Sums) -> Tensor:
+                return some.of(layer, form, inputs, gradient[None])
+
             return of(sums) if squaring is None else squared(layer, sums, squaring, of)
 
     call.take, call.is_formed = take, True
-
-
-def _gradients_of(layer: Layer, form: RowForm, inputs: Tensor, gradients: Tensor, sums: Sums) -> Tensor:
-    return sums.of(layer, form, inputs, gradients)
 
 
 def settle(noted: ModuleCall) -> None:
