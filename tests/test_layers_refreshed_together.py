@@ -98,12 +98,32 @@ def test_what_fails_together_is_tried_alone(monkeypatch: pytest.MonkeyPatch) -> 
         assert_close(dense_block(statistics(optimizer)[name]), dense_block(block), 1e-9)
 
 
-def test_the_tensors_of_a_layer_are_its_own() -> None:
-    """Not parts of a larger one, which a saved state would hold as a whole."""
+def test_what_is_handed_out_of_a_layer_is_its_own() -> None:
+    """Not part of a larger tensor, which a saved state would hold as a whole."""
     _, optimizer = run(TEKFAC)
-    for block in statistics(optimizer).values():
-        for tensor in (*block.moments.values, *block.basis):
+    blocks, curvature = optimizer._network.separate_blocks(), optimizer.curvature
+    for name, block in blocks.items():
+        for tensor in (*block.moments.values, *block.basis, *curvature[name].basis):
             assert tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size()
+
+
+@every_method
+def test_stacked_layers_keep_nothing_twice(method: type[NaturalGradient]) -> None:
+    """Their bases are views of the stack's, after the first step, a refresh and a loaded state alike."""
+    model, optimizer = run(method)
+    state = optimizer.state_dict()
+    again = method.natural(model, **clocks(method), fisher="empirical", damping=1e-2)
+    again.load_state_dict(state)
+    for one in (optimizer, again):
+        stacked = [
+            stack for stack in one._network._present_stacks(one._damping_rules()) if len(stack.layers) > 1
+        ]
+        assert sorted(len(stack.layers) for stack in stacked) == [3, 3]
+        for stack in stacked:
+            for layer in stack.layers:
+                pairs = zip(one._network.blocks[layer.name].basis, stack.basis, strict=True)
+                for own, whole in pairs:
+                    assert own.untyped_storage().data_ptr() == whole.untyped_storage().data_ptr()
 
 
 @every_method

@@ -81,8 +81,8 @@ def test_a_run_in_pieces_is_the_same_run(
     at_once = trained(method, preset, **settings)
     monkeypatch.setattr(pieces, "IN_CACHE", 7)
     in_pieces_ = trained(method, preset, **settings)
-    monkeypatch.setattr(stacks, "SMALL", 0)
-    monkeypatch.setattr(stacks, "ROOMY", 0)
+    for limit in ("SMALL", "STACKED", "ROOMY"):
+        monkeypatch.setattr(stacks, limit, 0)
     for others in (in_pieces_, trained(method, preset, **settings)):
         for one, other in zip(at_once, others, strict=True):
             torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-11)
@@ -91,8 +91,8 @@ def test_a_run_in_pieces_is_the_same_run(
 @pytest.mark.parametrize("large_dims", ["blocks", "diagonal"])
 def test_a_step_leaves_gradients_as_they_are(large_dims: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where both sides are diagonals, nothing has to be turned, and a layer has no room of its own."""
-    monkeypatch.setattr(stacks, "SMALL", 0)
-    monkeypatch.setattr(stacks, "ROOMY", 0)
+    for limit in ("SMALL", "STACKED", "ROOMY"):
+        monkeypatch.setattr(stacks, limit, 0)
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(40, 30, bias=False), nn.Linear(30, 20))
     optimizer = TEKFAC(model, max_dim=8, large_dims=large_dims)

@@ -140,7 +140,8 @@ class Relative(_Named):
 
     def added(self, rescaling: Tensor) -> Tensor:
         """share * mean S of each block, [G, d_out, d_in] -> [G, 1, 1]."""
-        share = self.share / max(1, rescaling[0].numel())
+        _, d_out, d_in = rescaling.shape
+        share = self.share / max(1, d_out * d_in)
         found = rescaling.sum(dim=(1, 2), keepdim=True).mul_(share)
         return found.masked_fill_(found == 0, 1.0)
 

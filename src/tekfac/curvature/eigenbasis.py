@@ -15,6 +15,7 @@ from torch import Tensor
 
 from tekfac.curvature import symmetric
 from tekfac.curvature.factors import KroneckerFactors
+from tekfac.curvature.turning import Turning
 
 
 class Eigenbasis(NamedTuple):
@@ -37,12 +38,37 @@ class Eigenbasis(NamedTuple):
 
     def project(self, matrix: Tensor) -> Tensor:
         """Coordinates in the eigenbasis of gradient matrices [..., G, d_out, d_in]: a tensor of its own."""
-        found = symmetric.columns_into(self.vectors_out, symmetric.into(self.vectors_in, matrix))
-        return found.clone() if found is matrix else found.contiguous()
+        return Turnings.of(self).project(matrix)
 
     def unproject(self, matrix: Tensor) -> Tensor:
         """Back from the eigenbasis, [..., G, d_out, d_in]."""
-        return symmetric.columns_out_of(self.vectors_out, symmetric.out_of(self.vectors_in, matrix))
+        return Turnings.of(self).unproject(matrix)
+
+
+class Turnings(NamedTuple):
+    """Both sides of an eigenbasis, ready to turn many gradients.
+
+    Attributes:
+        inputs: along the vectors of the input side.
+        outputs: along those of the output side.
+    """
+
+    inputs: Turning
+    outputs: Turning
+
+    @classmethod
+    def of(cls, basis: Eigenbasis) -> Turnings:
+        """Of a basis."""
+        return cls(Turning(basis.vectors_in), Turning(basis.vectors_out))
+
+    def project(self, matrix: Tensor) -> Tensor:
+        """Coordinates in the eigenbasis of gradient matrices [..., G, d_out, d_in]: a tensor of its own."""
+        found = self.outputs.columns_into(self.inputs.rows_into(matrix))
+        return found.clone() if found is matrix else found.contiguous()
+
+    def unproject(self, matrix: Tensor, out: Tensor | None = None) -> Tensor:
+        """Back from the eigenbasis, [..., G, d_out, d_in]; put into `out` if that is given."""
+        return self.outputs.columns_out_of(self.inputs.rows_out_of(matrix), out)
 
 
 class Turn(NamedTuple):
@@ -68,8 +94,8 @@ class Turn(NamedTuple):
     def vectors(self, coordinates: Tensor) -> Tensor:
         """The same matrices in the new coordinates, [G, d_out, d_in]."""
         if self.outputs is not None:
-            coordinates = symmetric.columns_into(self.outputs, coordinates)
-        return coordinates if self.inputs is None else symmetric.into(self.inputs, coordinates)
+            coordinates = Turning(self.outputs).columns_into(coordinates)
+        return coordinates if self.inputs is None else Turning(self.inputs).rows_into(coordinates)
 
     def diagonal(self, values: Tensor) -> Tensor:
         """The diagonal, in the new basis, of what is diagonal in the old one, [G, d_out, d_in].

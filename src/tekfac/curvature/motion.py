@@ -13,7 +13,7 @@ See docs/mathematics.md, section 7.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -150,22 +150,37 @@ class Motion:
             present: whether each layer has a gradient; what was gathered of the others stays.
             finite: a boolean on the device; where it is False everything stays. None: True.
         """
-        if self._second is not None:
-            decays = [self._form.moving_decay or 0.0] * len(present)
-            if self._form.entrywise:
-                self._second.take_in(projected, decays, present, finite, torch.Tensor.square)
-            else:
+        first, second = self._first, self._second
+        share: float | Tensor = 0.0
+        share_of_square: float | Tensor = 0.0
+        past: float | Tensor = 0.0
+        if second is not None:
+            share_of_square = second.count([self._form.moving_decay or 0.0] * len(present), present)
+            if not self._form.entrywise:
                 mean = projected.square().mean(dim=(1, 2), keepdim=True)
-                self._second.take_in(mean, decays, present, finite)
-        if self._first is not None:
-            self._first.take_in(projected, momenta, present, finite)
-            self._first.put_out(projected, ahead=self._form.nesterov)
+                second.whole.lerp_(_finite(mean, second.whole, finite), share_of_square)
+                second = None
+        if first is not None:
+            share = first.count(momenta, present)
+            past = first.share_of_past() if self._form.nesterov else 1.0
+        averages = [0.0 if own is None else own.whole for own in (first, second)]
+        for new, mean, square, *shares in in_pieces(projected, *averages, share, share_of_square, past):
+            if second is not None:
+                square.lerp_(_finite(new.square(), square, finite), shares[1])
+            if first is not None:
+                mean.lerp_(_finite(new, mean, finite), shares[0])
+                new.lerp_(mean, shares[2])
 
     def take_back(self, steps: int) -> None:
         """Count less: so many of the last steps were not finite, and have left everything as it was."""
         for averages in (self._first, self._second):
             if averages is not None:
                 averages.take_back(steps)
+
+
+def _finite(new: Tensor, old: Tensor, finite: Tensor | None) -> Tensor:
+    """The new values, or the old ones where `finite`, a boolean on the device, is False."""
+    return new if finite is None else torch.where(finite, new, old)
 
 
 class Averages:
@@ -191,32 +206,19 @@ class Averages:
         pairs = zip(self.views, self._weights, strict=True)
         return [Average((view,), weight) if weight else None for view, weight in pairs]
 
-    def take_in(
-        self,
-        new: Tensor,
-        decays: Sequence[float],
-        present: Sequence[bool],
-        finite: Tensor | None,
-        of: Callable[[Tensor], Tensor] | None = None,
-    ) -> None:
-        """One more value of each layer that is present, or a function of it; others count 0."""
+    def count(self, decays: Sequence[float], present: Sequence[bool]) -> float | Tensor:
+        """Count one more value of each layer that is present: its share in the new average, 0 of the others."""
         states = zip(self._weights, decays, present, strict=True)
         self._weights = [decay * weight + 1 if here else weight for weight, decay, here in states]
         self._decays = decays
-        shares = [1 / weight if here else 0.0 for weight, here in zip(self._weights, present, strict=True)]
-        for own, value, share in in_pieces(self.whole, new, self._coefficient(shares)):
-            value = value if of is None else of(value)
-            own.lerp_(value if finite is None else torch.where(finite, value, own), share)
+        return self._coefficient(
+            [1 / weight if here else 0.0 for weight, here in zip(self._weights, present, strict=True)]
+        )
 
-    def put_out(self, into: Tensor, *, ahead: bool) -> None:
-        """Put the averages in the place of the newest values; ahead: as after the same values once more."""
-        if not ahead:
-            into.copy_(self.whole)
-            return
+    def share_of_past(self) -> float | Tensor:
+        """The weight of the averages, as they are now, in those after the same values once more."""
         states = zip(self._weights, self._decays, strict=True)
-        past = self._coefficient([1 - 1 / (decay * weight + 1) for weight, decay in states])
-        for value, own, share in in_pieces(into, self.whole, past):
-            value.lerp_(own, share)
+        return self._coefficient([1 - 1 / (decay * weight + 1) for weight, decay in states])
 
     def take_back(self, steps: int) -> None:
         """Weights as they were so many steps ago."""

@@ -102,11 +102,20 @@ class NetworkCurvature:
 
     def block_diagonal(self) -> BlockDiagonal[KroneckerBlock]:
         """The present blocks as a matrix; later refreshes do not change it."""
+        blocks = self.separate_blocks()
         return BlockDiagonal(
             KroneckerBlock(layer.shape, block.basis, None if block.theta is None else block.theta.values[0])
             for name, layer in self.layers.items()
-            if (block := self._blocks.get(name)) is not None
+            if (block := blocks.get(name)) is not None
         )
+
+    def separate_blocks(self) -> dict[str, LayerCurvature]:
+        """The blocks, none of them a part of a stack's tensors, which would be held, or saved, as a whole."""
+        shared = {layer.name for stack in self._stacks if len(stack.layers) > 1 for layer in stack.layers}
+        return {
+            name: replace(block, basis=Eigenbasis(*map(torch.clone, block.basis))) if name in shared else block
+            for name, block in self._blocks.items()
+        }
 
     def directions(self, given: StepInputs) -> tuple[dict[Tensor, Tensor], list[Tensor]]:
         """The preconditioned gradient, for the parameters of every layer that has a block and a gradient.
@@ -185,9 +194,8 @@ class NetworkCurvature:
         if len(layers) != len(self._stacked) or not all(map(is_, layers, self._stacked)):
             self._restack(self._kept_motions())
         elif not self._is_stacked:
-            for place, stack in enumerate(self._stacks):
-                self._stacks[place] = self._renewed(stack)
-            self._is_stacked = True
+            self._stacks = [self._renewed(stack) for stack in self._stacks]
+            self._take_views()
         if rules is not self._damped_by:
             for stack in self._stacks:
                 stack.forget_damping()
@@ -220,7 +228,14 @@ class NetworkCurvature:
             )
             for names in stacked({layer.name: layer for layer in layers})
         ]
-        self._stacked, self._is_stacked = layers, True
+        self._stacked = layers
+        self._take_views()
+
+    def _take_views(self) -> None:
+        """Let blocks share their bases with the stacks, so that nothing is kept twice."""
+        for stack in self._stacks:
+            self._blocks.update(zip((layer.name for layer in stack.layers), stack.curvatures, strict=True))
+        self._is_stacked = True
 
     def _renewed(self, stack: Stack) -> Stack:
         """The stack of the same layers with their present blocks."""

@@ -16,7 +16,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from tekfac.curvature import symmetric
 from tekfac.curvature.contractions import (
     Sizes,
     gradient_first_cost,
@@ -26,6 +25,7 @@ from tekfac.curvature.contractions import (
     sizes_of,
 )
 from tekfac.curvature.eigenbasis import Eigenbasis
+from tekfac.curvature.turning import Turning
 from tekfac.layers.batch import RowSource
 from tekfac.layers.rows import Rows
 
@@ -116,8 +116,8 @@ def squares_gradient_first(rows: Rows, basis: Eigenbasis) -> Tensor:
 
 def _projected(rows: Rows, basis: Eigenbasis) -> tuple[Tensor, Tensor]:
     basis = _for(rows, basis)
-    inputs = symmetric.into(basis.vectors_in, rows.a.flatten(1, 2)).reshape(rows.a.shape)
-    gradients = symmetric.into(basis.vectors_out, rows.u.flatten(2, 3)).reshape(rows.u.shape)
+    inputs = Turning(basis.vectors_in).rows_into(rows.a.flatten(1, 2)).reshape(rows.a.shape)
+    gradients = Turning(basis.vectors_out).rows_into(rows.u.flatten(2, 3)).reshape(rows.u.shape)
     return inputs, gradients
 
 

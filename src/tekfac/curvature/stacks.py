@@ -1,8 +1,9 @@
-"""Layers that are preconditioned together: small blocks of equal size, put one behind the other.
+"""Layers that are preconditioned together: blocks of equal size, put one behind the other.
 
-A network has many small blocks (norms, biases, narrow layers) whose arithmetic takes less time than the calls
-that ask for it. Those of equal size become one block with all their groups, with room of its own for gradients
-and directions. A large layer is alone in its stack, and nothing of it is kept twice.
+A network has many blocks of equal size (norms, the layers of a transformer, those of a stage of convolutions)
+whose arithmetic takes less time than the calls that ask for it, or as long. They become one block with all
+their groups, with room of its own for gradients and directions. What is large is alone in its stack. Nothing is
+kept twice: the bases of stacked layers are views of the stack's.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import torch
 from torch import Tensor
 
 from tekfac.common.torch_internals import copy_each
-from tekfac.curvature.eigenbasis import Eigenbasis
+from tekfac.curvature.eigenbasis import Eigenbasis, Turnings
 from tekfac.curvature.layer_curvature import LayerCurvature
 from tekfac.curvature.motion import NO_MOTION, LayerMotion, Motion, StepForm
 from tekfac.curvature.pieces import in_pieces
@@ -24,12 +25,13 @@ from tekfac.damping import DampingRule, Spectrum, added_by
 from tekfac.layers.layer import Layer
 
 SMALL = 2**14
-"""Numbers in a layer's two sides and its diagonal up to which it is stacked, and its denominators are kept.
+"""Numbers in a layer's two sides and its diagonal up to which its denominators are kept."""
 
-Beyond, about 64 x 64, the multiplications take longer than calls do, and copies would count in memory."""
+STACKED = 2**18
+"""The same up to which it is stacked. Beyond, multiplications take so long that calls do not count."""
 
 ROOMY = 2**17
-"""The same up to which it has room of its own for its gradient."""
+"""The same up to which a layer that is alone has room of its own for its gradient."""
 
 Network = Sequence[Spectrum]
 
@@ -47,7 +49,7 @@ def stacked(layers: Mapping[str, Layer]) -> list[tuple[str, ...]]:
     for name, layer in layers.items():
         shape = layer.shape
         size = (shape.d_out, shape.d_in, shape.block_out, shape.block_in)
-        small = numbers_of(layer) <= SMALL and Room.of([layer]) is not None
+        small = numbers_of(layer) <= STACKED and Room.of([layer]) is not None
         key = (size, layer.dtype, layer.weight.device) if small else name
         together.setdefault(key, []).append(name)
     return [tuple(names) for names in together.values()]
@@ -86,7 +88,7 @@ class Stack:
 
     Attributes:
         layers: whose blocks they are.
-        curvatures: of the layers.
+        curvatures: of the layers, whose bases are views of the stack's.
         basis: all their eigenvectors; of a single layer, its own tensors.
     """
 
@@ -108,10 +110,11 @@ class Stack:
             before: a stack of the same layers, whose room is taken over, and what was gathered in its bases.
         """
         self.layers = tuple(layers)
-        self.curvatures = tuple(curvatures)
         self._form = form
         bases = [curvature.basis for curvature in curvatures]
-        self.basis = bases[0] if len(bases) == 1 else Eigenbasis(*map(torch.cat, zip(*bases, strict=True)))
+        self.basis, views = _joined(bases, [layer.shape.groups for layer in layers])
+        self.curvatures = tuple(map(_with_basis, curvatures, views))
+        self._turnings = Turnings.of(self.basis)
         self._room: Room | None
         self._motion: Motion | None
         if before is not None:
@@ -119,9 +122,10 @@ class Stack:
             if self._motion is not None:
                 self._motion.turn([curvature.basis for curvature in before.curvatures], bases)
         else:
-            self._room = Room.of(self.layers) if numbers_of(layers[0]) <= ROOMY else None
+            has_room = len(layers) > 1 or numbers_of(layers[0]) <= ROOMY
+            self._room = Room.of(self.layers) if has_room else None
             self._motion = self._new_motion(motions) if form.gathers else None
-        self._spectra = tuple(map(spectrum_of, layers, curvatures))
+        self._spectra = tuple(map(spectrum_of, layers, self.curvatures))
         is_product = self._spectra[0].is_product  # whose diagonal is nowhere else
         self._joined = self._spectra[0].theta if len(self._spectra) == 1 else None
         moving = None if self._motion is None else self._motion.second
@@ -184,7 +188,7 @@ class Stack:
             bias = None if layer.bias is None else gradients.get(layer.bias)
             matrix = layer.to_matrix(gradients[layer.weight], bias)
             found = {p: gradients[p] for p in layer.parameters if p in gradients}
-        projected = self.basis.project(matrix)
+        projected = self._turnings.project(matrix)
         if self._motion is not None:
             momenta = [given.momenta[layer.name] for layer in self.layers]
             self._motion.advance(projected, momenta, present, given.finite)
@@ -200,10 +204,10 @@ class Stack:
             room that the next call uses again.
         """
         self._divide(prepared.projected, rules, network)
-        whole = self.basis.unproject(prepared.projected)
         if self._room is not None:
-            self._room.whole.copy_(whole)
+            self._turnings.unproject(prepared.projected, self._room.whole)
             return prepared.found, [self._room.whole]
+        whole = self._turnings.unproject(prepared.projected)
         (layer,) = self.layers
         parts = dict(zip(layer.parameters, layer.from_matrix(whole), strict=True))
         found: dict[Tensor, Tensor] = {p: part for p, part in parts.items() if p in prepared.found}
@@ -272,6 +276,20 @@ class Room:
         views = {parameter: view for parameter, view in self.views.items() if parameter in gradients}
         copy_each(list(views.values()), found)
         return views
+
+
+def _joined(bases: Sequence[Eigenbasis], groups: Sequence[int]) -> tuple[Eigenbasis, Sequence[Eigenbasis]]:
+    """Bases one behind the other, and views of each."""
+    if len(bases) == 1:
+        return bases[0], bases
+    whole = Eigenbasis(*map(torch.cat, zip(*bases, strict=True)))
+    return whole, [
+        Eigenbasis(*views) for views in zip(*(torch.split(own, list(groups)) for own in whole), strict=True)
+    ]
+
+
+def _with_basis(curvature: LayerCurvature, basis: Eigenbasis) -> LayerCurvature:
+    return curvature if curvature.basis is basis else replace(curvature, basis=basis)
 
 
 def _with_mean(spectrum: Spectrum, mean: Tensor) -> Spectrum:

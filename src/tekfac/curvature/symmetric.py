@@ -1,4 +1,4 @@
-"""Symmetric matrices over a layer's inputs or outputs, whole or in a cheaper form: build, decompose, turn.
+"""Symmetric matrices over a layer's inputs or outputs, whole or in a cheaper form: build, decompose.
 
     whole      [G, d, d]
     blocks     [G, d, b]    a block diagonal with blocks of b, of each row the part that lies in its block
@@ -273,66 +273,6 @@ def _power_of_two_above(matrix: Tensor) -> Tensor:
         return matrix.new_ones(*matrix.shape[:-2], 1, 1)
     largest = matrix.diagonal(dim1=-2, dim2=-1).amax(dim=-1)[..., None, None]
     return torch.ldexp(torch.ones_like(largest), torch.frexp(largest).exponent)
-
-
-# -- turning -------------------------------------------------------------------------------------------
-
-
-def into(vectors: Tensor, x: Tensor) -> Tensor:
-    """Coordinates along the eigenvectors, x Q for rows [..., G, R, d]."""
-    return _turned(x, vectors, vectors)
-
-
-def out_of(vectors: Tensor, x: Tensor) -> Tensor:
-    """Back from the coordinates along the eigenvectors, x Q^T for rows [..., G, R, d]."""
-    return _turned(x, vectors, vectors.mT)
-
-
-def columns_into(vectors: Tensor, x: Tensor) -> Tensor:
-    """Q^T x for columns [..., G, d, C]; by blocks laid out as x is."""
-    _, dim, size = vectors.shape
-    if size == dim:
-        return _multiplied(vectors.mT, x)
-    return x if size == 1 else into(vectors, x.mT).mT
-
-
-def columns_out_of(vectors: Tensor, x: Tensor) -> Tensor:
-    """Q x for columns [..., G, d, C]; by blocks laid out as x is."""
-    _, dim, size = vectors.shape
-    if size == dim:
-        return _multiplied(vectors, x)
-    return x if size == 1 else out_of(vectors, x.mT).mT
-
-
-def _turned(x: Tensor, vectors: Tensor, whole: Tensor) -> Tensor:
-    """x times eigenvectors, or times those turned round: `whole`, if the form is."""
-    _, dim, size = vectors.shape
-    if size == dim:
-        return _multiplied(x, whole)
-    return x if size == 1 else _by_blocks(x, vectors, turned=whole is not vectors)
-
-
-def _multiplied(x: Tensor, y: Tensor) -> Tensor:
-    """x y; by the call that takes least time where that counts, for small matrices at every step."""
-    return torch.bmm(x, y) if x.ndim == y.ndim == 3 and x.shape[0] == y.shape[0] else x @ y
-
-
-def _by_blocks(x: Tensor, vectors: Tensor, *, turned: bool) -> Tensor:
-    """x times each block, or each block turned round, for rows [..., G, R, d], which stay where they are."""
-    _, dim, size = vectors.shape
-    found, start = torch.empty_like(x), 0
-    if x.ndim == 3:  # full blocks of a group together, by one call
-        start = dim // size * size
-        for own, rows, place in zip(vectors, x, found, strict=True):
-            blocks = torch.unflatten(own[:start], 0, (-1, size))
-            parts = torch.unflatten(rows[:, :start], 1, (-1, size)).transpose(0, 1)
-            places = torch.unflatten(place[:, :start], 1, (-1, size)).transpose(0, 1)
-            torch.bmm(parts, blocks.mT if turned else blocks, out=places)
-    for first in range(start, dim, size):
-        part = slice(first, min(first + size, dim))
-        block = vectors[:, part, : part.stop - first]
-        torch.matmul(x[..., part], block.mT if turned else block, out=found[..., part])
-    return found
 
 
 def overlap(old: Tensor, new: Tensor) -> Tensor:

@@ -689,7 +689,7 @@ class NaturalGradient(Optimizer):
             "sampling": self._capture.sampling.state(),
             "choosing": self._capture.choosing.state(),
         }
-        blocks, motions = self._network.blocks, self._network.motions
+        blocks, motions = self._network.separate_blocks(), self._network.motions
         return to_torch(super().state_dict(), self.param_groups, self._layers, blocks, motions, whole)
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
