@@ -183,7 +183,8 @@ class LayerBatch:
         inputs = application.inputs[part]
         if inputs.is_floating_point():
             inputs = inputs.to(layer.dtype)
-        gradients = torch.stack([gradient[part] for gradient in application.gradients]).to(layer.dtype)
+        own = [gradient[part] for gradient in application.gradients]
+        gradients = (own[0][None] if len(own) == 1 else torch.stack(own)).to(layer.dtype)
         a, u = application.form.rows(layer.shape, inputs, gradients)
         a = a.reshape(*a.shape[:2], stop - start, -1, a.shape[-1])
         u = u.reshape(*u.shape[:2], stop - start, -1, u.shape[-1])
