@@ -108,6 +108,24 @@ def test_what_is_handed_out_of_a_layer_is_its_own() -> None:
 
 
 @every_method
+def test_what_was_handed_out_stays_when_stacks_are_renewed(method: type[NaturalGradient]) -> None:
+    model = seeded(Net)
+    optimizer = method(model, factors_every=1, basis_every=1)
+    handed_out = []
+    for seed in range(3):
+        optimizer.zero_grad()
+        F.cross_entropy(model(normal(6, 5, 4, seed=seed)), torch.arange(6) % 3).backward()
+        optimizer.step()
+        blocks = (optimizer.curvature, optimizer._network.separate_blocks())
+        bases = [tensor for own in blocks for name in own for tensor in own[name].basis]
+        handed_out.append((bases, [tensor.clone() for tensor in bases]))
+    for bases, copies in handed_out:
+        assert all(map(torch.equal, bases, copies))
+    first, last = handed_out[0][0], handed_out[-1][0]
+    assert not all(map(torch.equal, first, last))  # it was renewed
+
+
+@every_method
 def test_stacked_layers_keep_nothing_twice(method: type[NaturalGradient]) -> None:
     """Their bases are views of the stack's, after the first step, a refresh and a loaded state alike."""
     model, optimizer = run(method)

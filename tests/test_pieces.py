@@ -64,6 +64,7 @@ def trained(method: type[TEKFAC], preset: str, **settings: Any) -> list[Tensor]:
 
 CASES: list[tuple[str, dict[str, Any]]] = [
     ("default", {}),
+    ("default", {"turns": True}),
     ("default", {"nesterov": False}),
     ("default", {"max_dim": 7}),
     ("default", {"damping": 1e-3}),

@@ -241,6 +241,9 @@ class NetworkCurvature:
         """The stack of the same layers with their present blocks."""
         curvatures = [self._blocks[layer.name] for layer in stack.layers]
         if not stack.is_of(curvatures):
+            if self._form.gathers and len(stack.layers) > 1:  # so that no step will be taken back
+                stack.renew(curvatures)
+                return stack
             return Stack(stack.layers, curvatures, self._form, {}, stack)
         stack.forget_damping()  # which may depend on other layers
         return stack

@@ -125,17 +125,21 @@ class Stack:
             has_room = len(layers) > 1 or numbers_of(layers[0]) <= ROOMY
             self._room = Room.of(self.layers) if has_room else None
             self._motion = self._new_motion(motions) if form.gathers else None
-        self._spectra = tuple(map(spectrum_of, layers, self.curvatures))
+        self._take_spectra()
         is_product = self._spectra[0].is_product  # whose diagonal is nowhere else
-        self._joined = self._spectra[0].theta if len(self._spectra) == 1 else None
-        moving = None if self._motion is None else self._motion.second
-        if moving is not None and form.entrywise:  # which will be read as it is then
-            pairs = zip(self._spectra, moving.views, strict=True)
-            self._spectra = tuple(replace(spectrum, theta=second) for spectrum, second in pairs)
-            self._joined = moving.whole
         self._keeps_denominators = form.moving_decay is None and (
             numbers_of(layers[0]) <= (ROOMY if is_product else SMALL)
         )
+
+    def _take_spectra(self) -> None:
+        """What damping rules see of the present curvatures."""
+        self._spectra = tuple(map(spectrum_of, self.layers, self.curvatures))
+        self._joined = self._spectra[0].theta if len(self._spectra) == 1 else None
+        moving = None if self._motion is None else self._motion.second
+        if moving is not None and self._form.entrywise:  # which will be read as it is then
+            pairs = zip(self._spectra, moving.views, strict=True)
+            self._spectra = tuple(replace(spectrum, theta=second) for spectrum, second in pairs)
+            self._joined = moving.whole
         self._denominators: Tensor | None = None
 
     def _new_motion(self, motions: Mapping[str, LayerMotion]) -> Motion:
@@ -151,6 +155,16 @@ class Stack:
         if moving is None or self._form.entrywise:
             return self._spectra
         return tuple(map(_with_mean, self._spectra, moving.views))
+
+    def renew(self, curvatures: Sequence[LayerCurvature]) -> None:
+        """Put other curvatures of the same layers in the place of these, whose bases are lost."""
+        if self._motion is not None:
+            self._motion.turn([own.basis for own in self.curvatures], [new.basis for new in curvatures])
+        pairs = list(zip(self.curvatures, curvatures, strict=True))
+        changed = [(old.basis, new.basis) for old, new in pairs if old.basis is not new.basis]
+        copy_each([own for old, _ in changed for own in old], [own for _, new in changed for own in new])
+        self.curvatures = tuple(_with_basis(new, old.basis) for old, new in pairs)
+        self._take_spectra()
 
     def is_of(self, curvatures: Sequence[LayerCurvature]) -> bool:
         """Whether these are the curvatures, themselves."""

@@ -65,27 +65,28 @@ class _Blocks(NamedTuple):
     """Blocks of a side.
 
     Attributes:
-        full: those of full size, [G n, b, b].
-        of_groups: the same of every group, [n, b, b] each.
+        of_groups: those of full size of every group, [n, b, b] each.
+        whole: the same of all groups, [G n, b, b], where all blocks are of full size; else None.
         last: the smaller last one, [G, r, r]; None if all are full.
     """
 
-    full: Tensor
     of_groups: tuple[Tensor, ...]
+    whole: Tensor | None
     last: Tensor | None
 
     @classmethod
     def of(cls, vectors: Tensor) -> _Blocks:
         _, dim, size = vectors.shape
         end = dim // size * size
-        full = vectors[:, :end].reshape(-1, size, size)
-        last = vectors[:, end:, : dim - end] if end < dim else None
-        return cls(full, torch.split(full, end // size), last)
+        of_groups = tuple(own[:end].unflatten(0, (-1, size)) for own in vectors)
+        if end == dim:
+            return cls(of_groups, vectors.reshape(-1, size, size), None)
+        return cls(of_groups, None, vectors[:, end:, : dim - end])
 
     def turned(self) -> _Blocks:
         """Each block turned round."""
-        of_groups = tuple(own.mT for own in self.of_groups)
-        return _Blocks(self.full.mT, of_groups, None if self.last is None else self.last.mT)
+        whole, last = (None if own is None else own.mT for own in (self.whole, self.last))
+        return _Blocks(tuple(own.mT for own in self.of_groups), whole, last)
 
 
 def _product(x: Tensor, y: Tensor) -> Tensor:
@@ -99,7 +100,8 @@ def _rows(x: Tensor, blocks: _Blocks) -> Tensor:
     count, size, _ = blocks.of_groups[0].shape
     if x.ndim > 3:
         for place, part in enumerate(torch.split(x[..., : count * size], size, dim=-1)):
-            found[..., place * size : (place + 1) * size] = part @ blocks.full[place::count]
+            own = torch.stack([group[place] for group in blocks.of_groups])
+            found[..., place * size : (place + 1) * size] = part @ own
     else:
         rows, places = _side_by_side(x, count, size), _side_by_side(found, count, size)
         for own, part, into in zip(blocks.of_groups, rows, places, strict=True):
@@ -122,11 +124,11 @@ def _columns(blocks: _Blocks, x: Tensor) -> Tensor:
     """Each block times x, for columns [..., G, d, C]."""
     if x.ndim > 3:
         return _rows(x.mT, blocks.turned()).mT
-    size = blocks.full.shape[-1]
-    if blocks.last is None:
-        return torch.bmm(blocks.full, x.reshape(-1, size, x.shape[2])).view(x.shape)
-    found = x.new_empty(x.shape)
-    count, rest = len(blocks.of_groups[0]), blocks.last.shape[-1]
+    count, size, _ = blocks.of_groups[0].shape
+    if blocks.whole is not None:
+        return torch.bmm(blocks.whole, x.reshape(-1, size, x.shape[2])).view(x.shape)
+    assert blocks.last is not None
+    found, rest = x.new_empty(x.shape), blocks.last.shape[-1]
     for own, part, into in zip(blocks.of_groups, x, found, strict=True):
         rows, places = (own[: count * size].unflatten(0, (count, size)) for own in (part, into))
         torch.bmm(own, rows, out=places)
