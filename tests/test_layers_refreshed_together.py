@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -123,6 +124,14 @@ def test_what_was_handed_out_stays_when_stacks_are_renewed(method: type[NaturalG
         assert all(map(torch.equal, bases, copies))
     first, last = handed_out[0][0], handed_out[-1][0]
     assert not all(map(torch.equal, first, last))  # it was renewed
+
+
+def test_other_curvatures_in_the_same_bases_are_taken() -> None:
+    _, optimizer = run(TEKFAC, momentum_at="before")
+    bases = {name: block.basis for name, block in optimizer._network.blocks.items()}
+    optimizer._network.blocks = {name: replace(block) for name, block in optimizer._network.blocks.items()}
+    optimizer._network._present_stacks(optimizer._damping_rules())
+    assert all(block.basis is bases[name] for name, block in optimizer._network.blocks.items())
 
 
 @every_method

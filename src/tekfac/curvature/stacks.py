@@ -162,7 +162,8 @@ class Stack:
             self._motion.turn([own.basis for own in self.curvatures], [new.basis for new in curvatures])
         pairs = list(zip(self.curvatures, curvatures, strict=True))
         changed = [(old.basis, new.basis) for old, new in pairs if old.basis is not new.basis]
-        copy_each([own for old, _ in changed for own in old], [own for _, new in changed for own in new])
+        if changed:  # factors may be measured more often than decomposed
+            copy_each([own for old, _ in changed for own in old], [own for _, new in changed for own in new])
         self.curvatures = tuple(_with_basis(new, old.basis) for old, new in pairs)
         self._take_spectra()
 
