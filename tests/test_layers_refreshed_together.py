@@ -154,6 +154,20 @@ def test_stacked_layers_keep_nothing_twice(method: type[NaturalGradient]) -> Non
 
 
 @every_method
+def test_room_is_given_back_between_steps(
+    method: type[NaturalGradient], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """When the network needs its own; the run is the same."""
+    kept = everything(*run(method))
+    monkeypatch.setattr(stacks, "GIVEN_BACK", 1)
+    model, optimizer = run(method)
+    rooms = [stack._room for stack in optimizer._network._stacks if stack._room is not None]
+    assert rooms
+    assert all(room.whole.untyped_storage().nbytes() == 0 for room in rooms)
+    assert_identical(everything(model, optimizer), kept)
+
+
+@every_method
 def test_a_layer_without_a_gradient_is_left_out(method: type[NaturalGradient]) -> None:
     """Of layers that lie together, one has none at all and one has none of its bias."""
     model, optimizer = run(method, **dict.fromkeys(clocks(method), 100))

@@ -30,13 +30,6 @@ from layer_kinds import (
     step_of,
 )
 from tekfac import EKFAC, KFAC, TEKFAC, TKFAC, methods
-from tekfac.curvature.contractions import (
-    TRAFFIC,
-    Sizes,
-    gradient_first_cost,
-    project_first_cost,
-    sizes_of,
-)
 from tekfac.curvature.eigenbasis import Eigenbasis, Turn
 from tekfac.curvature.factors import FactorRule, plain_expand, plain_reduce
 from tekfac.curvature.precondition import precondition
@@ -48,6 +41,13 @@ from tekfac.curvature.rescaling import (
     squares_by_pairs,
     squares_gradient_first,
     squares_project_first,
+)
+from tekfac.layers.contractions import (
+    TRAFFIC,
+    Sizes,
+    gradient_first_cost,
+    project_first_cost,
+    sizes_of,
 )
 from tekfac.layers.rows import Rows
 from tekfac.optim.natural_gradient import NaturalGradient

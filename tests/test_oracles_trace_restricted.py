@@ -26,7 +26,6 @@ from layer_kinds import (
     samples_of,
 )
 from tekfac import KFAC, TEKFAC, TKFAC
-from tekfac.curvature.contractions import Sizes, gradient_cost, gram_cost
 from tekfac.curvature.factors import (
     PLAIN,
     TRACE_RESTRICTED,
@@ -37,6 +36,7 @@ from tekfac.curvature.factors import (
     restricted_exact,
 )
 from tekfac.curvature.rescaling import second_moments
+from tekfac.layers.contractions import Sizes, gradient_cost, gram_cost
 from tekfac.layers.rows import Rows
 
 BUDGET = 2**20

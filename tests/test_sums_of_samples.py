@@ -308,7 +308,10 @@ def test_single_samples_are_formed_where_that_saves_something() -> None:
     assert 3 not in few.chosen
     assert few.weight**2 == pytest.approx((FEWEST_SUMS - 1) / FEWEST)
     assert set(few.signs.tolist()) == {1}
-    assert chosen.in_sums(127, shape, 0, singly=True) is None  # fewer rows than the gradient has
+    with_bias = LayerShape("layer", (128, 128), has_bias=True)  # a column more than there are positions
+    assert isinstance(chosen.in_sums(128, with_bias, 0, singly=True), Sums)
+    wide = LayerShape("layer", (512, 512), has_bias=False)
+    assert chosen.in_sums(100, wide, 0, singly=True) is None  # Gram matrices take less
     assert chosen.in_sums(500, LayerShape("layer", (60, 60), False), 0, singly=True) is None  # little to do
     assert chosen.in_sums(128, shape, 0) is None
 
@@ -432,6 +435,44 @@ def test_the_empirical_fisher_keeps_no_input_when_its_sum_is_formed() -> None:
     kept = {noted.watched.name: bool(noted.call.kept) for noted in passed.calls}
     assert not kept["convolution"]
     assert not kept["tokens"]
+
+
+class Sequences(nn.Module):
+    """One output per position: a first pass is probed. The last layer sees samples in another order."""
+
+    def __init__(self, order: slice | list[int]) -> None:
+        super().__init__()
+        self.order = order
+        self.tokens, self.head = nn.Linear(4, 5), nn.Linear(5, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.head(torch.tanh(self.tokens(x))[self.order])
+        return out[self.order]
+
+
+IN_ORDER, TURNED_ROUND = slice(None), list(range(SAMPLES))[::-1]
+
+
+@pytest.mark.usefixtures("always_summed")
+def test_a_pass_that_is_probed_keeps_no_input_where_the_probe_stays_with_its_sample() -> None:
+    model, x = seeded(lambda: Sequences(IN_ORDER)), normal(SAMPLES, 2, 4)
+    each, sums = captures(model, squaring=squares)
+    F.cross_entropy(model(x).flatten(0, 1), torch.arange(2 * SAMPLES) % 3).backward()
+    (passed,) = sums._unfinished
+    assert not any(noted.call.kept or noted.call.probe for noted in passed.calls)
+    for name, (own,) in sums.batches().items():
+        assert isinstance(own, MomentBatch)
+        expected = squares(own.layer, in_sums(gradients_of(each.batches()[name][0])))
+        for square, other in zip((own.input, own.output), expected, strict=True):
+            assert_close(square * own.gradient_factor**2, other)
+
+
+def test_a_probe_that_tells_against_the_shape_is_believed() -> None:
+    model, x = seeded(lambda: Sequences(TURNED_ROUND)), normal(SAMPLES, 2, 4)
+    optimizer = TEKFAC(model, fisher="empirical")
+    F.cross_entropy(model(x).flatten(0, 1), torch.arange(2 * SAMPLES) % 3).backward()
+    with pytest.raises(ValueError, match="'head' cannot be told apart by sample"):
+        optimizer.step()
 
 
 @pytest.mark.usefixtures("always_summed")

@@ -11,8 +11,10 @@ import contextlib
 import logging
 import math
 import time
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -23,7 +25,14 @@ from tekfac.capture.autograd import Descent, sending
 from tekfac.capture.hooks import WHY_NOTHING_CAME, Arrival, ModelHooks
 from tekfac.capture.measurement import Measurement
 from tekfac.capture.module_calls import ModuleCall, is_unclear, versions
-from tekfac.capture.sample_axis import InseparableError, SampleAxis, divided_into, samples_first
+from tekfac.capture.sample_axis import (
+    STAYS,
+    InseparableError,
+    SampleAxis,
+    divided_into,
+    samples_first,
+    share_of_sample,
+)
 from tekfac.capture.sampling import Sampling
 from tekfac.capture.selection import Selection, StatisticsSamples, can_be_summed
 from tekfac.capture.taking import (
@@ -281,12 +290,9 @@ class Capture:
         axis = SampleAxis(len(outputs), probed, may_be_joined=fisher == "sampled")
         context = PassContext.of(num_terms, prediction.counted, arrival.real)
         selection = Selection(self._statistics_samples, prediction.counted, self.choosing)
-        if not unclear:
-            for noted in calls:
-                self._select_early(noted, len(outputs), selection)
         descent = Descent(arrival.edge, [noted.call for noted in calls])
-        if unclear:
-            self._probe(descent, arrival, probed)
+        for noted in self._probed_clear(descent, arrival, axis) if unclear else calls:
+            self._select_early(noted, len(outputs), selection)
         passed = _Pass(calls, axis, context, selection)
         if fisher == "empirical" and arrival.adds_up and descent.will_run():
             for noted in calls:
@@ -345,6 +351,32 @@ class Capture:
                 for noted, own in zip(calls, arrived, strict=True):
                     if any(part is not None for part in own):
                         noted.call.gradients.append(own)
+
+    def _probed_clear(self, descent: Descent, arrival: Arrival, axis: SampleAxis) -> list[ModuleCall]:
+        """Send the gradient of one sample alone down to the calls; those that it shows to be clear.
+
+        What arrives is kept where shapes leave several ways open. Of the others only its share in the sample's
+        own rows is, unless that tells against what the shape says.
+        """
+        samples, calls = axis.num_samples, arrival.calls
+        times_called = Counter(layer.name for noted in calls for layer in noted.watched.layers.values())
+        hopeful = [
+            noted
+            for noted in calls
+            if not is_unclear(noted, samples)
+            and (layer := clear_layer(noted, samples)) is not None
+            and times_called[layer.name] == 1
+        ]
+        for noted in hopeful:
+            noted.call.take = partial(share_of_sample, sample=axis.probed)
+        self._probe(descent, arrival, axis.probed)
+        shares = [share for noted in hopeful for share in noted.call.probe or () if share is not None]
+        for noted in hopeful:
+            noted.call.take = noted.call.probe = None
+        if all(share >= STAYS for share in shares):
+            return hopeful
+        self._probe(descent, arrival, axis.probed)
+        return []
 
     def _probe(self, descent: Descent, arrival: Arrival, probed: int) -> None:
         """Send the gradient of one sample alone down to the calls."""

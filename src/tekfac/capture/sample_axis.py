@@ -16,6 +16,12 @@ from tekfac.likelihoods import OutputShapeError
 
 Arrangement = Callable[[Tensor], Tensor]
 
+STAYS = 0.5
+"""Of a probe, at least, in the sample's own rows, where shapes tell which those are."""
+
+STAYS_WHERE_FOLDED = 0.99
+"""The same where they do not."""
+
 
 @dataclass(frozen=True)
 class SampleAxis:
@@ -59,7 +65,7 @@ def divided_into(layer: str, applications: Sequence[Application], axis: SampleAx
     if any(length % num_outputs for length in lengths):
         samples = math.gcd(num_outputs, *lengths) if len(applications) == 1 else 1
     folded = samples != num_outputs
-    stays = _share_of_probe(applications, axis, samples) >= (0.99 if folded else 0.5)
+    stays = _share_of_probe(applications, axis, samples) >= (STAYS_WHERE_FOLDED if folded else STAYS)
     samples = samples if stays else 1
     if num_outputs > 1 and all(_has_no_samples(a, num_outputs, stays) for a in applications):
         if axis.may_be_joined:
@@ -128,7 +134,7 @@ def samples_first(application: Application, axis: SampleAxis) -> Application:
         return candidates[0]
     num_samples = axis.num_samples
     best = max(candidates, key=lambda candidate: _share_of_probe([candidate], axis, num_samples))
-    is_shared = len(application.inputs) == 1 and _share_of_probe([best], axis, num_samples) < 0.5
+    is_shared = len(application.inputs) == 1 and _share_of_probe([best], axis, num_samples) < STAYS
     return application if is_shared else best  # what is shared by all samples has no axis for them
 
 
@@ -140,6 +146,12 @@ def _has_no_samples(application: Application, num_samples: int, stays: bool) -> 
     inputs = application.inputs
     is_list = application.form.trailing == 0 and inputs.ndim == 1
     return len(inputs) == 1 or (is_list and (not stays or len(inputs) % num_samples != 0))
+
+
+def share_of_sample(probe: Tensor, sample: int) -> float:
+    """How much of a probe is in one sample's rows, where samples are the first axis; 1 of nothing."""
+    total = float(probe.square().sum())
+    return float(probe[sample].square().sum()) / total if total else 1.0
 
 
 def _share_of_probe(applications: Sequence[Application], axis: SampleAxis, samples: int) -> float:

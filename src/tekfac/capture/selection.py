@@ -17,6 +17,7 @@ from torch import Tensor
 
 from tekfac.capture.sampling import Sampling
 from tekfac.layers.batch import Sums
+from tekfac.layers.contractions import Sizes, grams_are_cheaper
 from tekfac.layers.shapes import LayerShape
 
 StatisticsSamples = int | Literal["auto"] | None
@@ -104,6 +105,16 @@ def wanted_sums(samples: int, positions: int, shape: LayerShape, measurements: f
     return count if pays and samples > count and positions > 1 else None
 
 
+def pays_singly(positions: int, shape: LayerShape) -> bool:
+    """Whether the gradients of single samples had best be formed where they arrive.
+
+    It would not pay where Gram matrices take fewer multiplications, or there is little to do.
+    """
+    if positions <= 1 or positions * shape.size < WORTH_SINGLY:
+        return False
+    return not grams_are_cheaper(Sizes(positions, shape.d_in, shape.d_out, 1, shape.side_in, shape.side_out))
+
+
 class Selection:
     """The samples of one pass in a random order, of which every layer takes the first few, or some in sums.
 
@@ -156,15 +167,13 @@ class Selection:
             shape: of the layer.
             measurements: as many as its running average holds so far.
             singly: whether samples that are not put together may be sums of one each, whose gradients are
-                formed; it would not pay where they have fewer positions than the gradient has rows, or little
-                to do.
+                formed, where that pays.
         """
         samples = len(self._candidates)
         count = wanted_sums(samples, positions, shape, measurements)
         if count is None:
             chosen = self.of(positions, shape, measurements)
-            pays = positions >= min(shape.d_in, shape.d_out) and positions * shape.size >= WORTH_SINGLY
-            return self._as_sums(chosen) if singly and pays and positions > 1 else chosen
+            return self._as_sums(chosen) if singly and pays_singly(positions, shape) else chosen
         generator = self._choosing.generator_on(torch.device("cpu"))
         if self._signs is None:
             bits = torch.randint(0, 2, (samples,), generator=generator)

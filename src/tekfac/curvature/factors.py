@@ -24,8 +24,8 @@ import torch
 from torch import Tensor
 
 from tekfac.curvature import symmetric
-from tekfac.curvature.contractions import grams_are_cheaper, samples_per_chunk, sizes_of
 from tekfac.layers.batch import RowSource
+from tekfac.layers.contractions import grams_are_cheaper, samples_per_chunk, sizes_of
 from tekfac.layers.rows import Rows
 
 

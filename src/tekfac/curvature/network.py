@@ -123,7 +123,7 @@ class NetworkCurvature:
         With the form of the natural gradient that is (F_hat + damping)^-1 applied to it.
 
         Returns:
-            The directions, and a few tensors that are finite if and only if they are; good until the next call.
+            The directions, and a few tensors that are finite if and only if they are; good until `release`.
         """
         directions: dict[Tensor, Tensor] = {}
         wholes: list[Tensor] = []
@@ -140,6 +140,11 @@ class NetworkCurvature:
                 directions.update(found)
                 wholes += whole
         return directions, wholes
+
+    def release(self) -> None:
+        """Give back the memory that the last directions lie in."""
+        for stack in self._stacks:
+            stack.release()
 
     @property
     def motions(self) -> dict[str, LayerMotion]:
@@ -195,7 +200,9 @@ class NetworkCurvature:
             self._restack(self._kept_motions())
         elif not self._is_stacked:
             self._stacks = [self._renewed(stack) for stack in self._stacks]
-            self._take_views()
+            for stack in self._stacks:
+                self._take_views(stack)
+            self._is_stacked = True
         if rules is not self._damped_by:
             for stack in self._stacks:
                 stack.forget_damping()
@@ -218,24 +225,18 @@ class NetworkCurvature:
 
     def _restack(self, motions: Mapping[str, LayerMotion]) -> None:
         """Put all layers together anew, with what was gathered in the present bases."""
-        layers = self._layers_with_blocks()
-        self._stacks = [
-            Stack(
-                [self.layers[name] for name in names],
-                [self._blocks[name] for name in names],
-                self._form,
-                motions,
-            )
-            for names in stacked({layer.name: layer for layer in layers})
-        ]
-        self._stacked = layers
-        self._take_views()
-
-    def _take_views(self) -> None:
-        """Let blocks share their bases with the stacks, so that nothing is kept twice."""
-        for stack in self._stacks:
-            self._blocks.update(zip((layer.name for layer in stack.layers), stack.curvatures, strict=True))
+        self._stacked = self._layers_with_blocks()
+        self._stacks = []
+        for names in stacked({layer.name: layer for layer in self._stacked}):
+            layers, curvatures = [self.layers[name] for name in names], [self._blocks[name] for name in names]
+            stack = Stack(layers, curvatures, self._form, motions)
+            self._stacks.append(stack)
+            self._take_views(stack)
         self._is_stacked = True
+
+    def _take_views(self, stack: Stack) -> None:
+        """Let blocks share their bases with a stack, so that nothing is kept twice."""
+        self._blocks.update(zip((layer.name for layer in stack.layers), stack.curvatures, strict=True))
 
     def _renewed(self, stack: Stack) -> Stack:
         """The stack of the same layers with their present blocks."""

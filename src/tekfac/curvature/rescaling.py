@@ -16,7 +16,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from tekfac.curvature.contractions import (
+from tekfac.curvature.eigenbasis import Eigenbasis
+from tekfac.curvature.turning import Turning
+from tekfac.layers.batch import RowSource
+from tekfac.layers.contractions import (
     Sizes,
     gradient_first_cost,
     pairs_cost,
@@ -24,9 +27,6 @@ from tekfac.curvature.contractions import (
     samples_per_chunk,
     sizes_of,
 )
-from tekfac.curvature.eigenbasis import Eigenbasis
-from tekfac.curvature.turning import Turning
-from tekfac.layers.batch import RowSource
 from tekfac.layers.rows import Rows
 
 

@@ -33,6 +33,9 @@ STACKED = 2**18
 ROOMY = 2**17
 """The same up to which a layer that is alone has room of its own for its gradient."""
 
+GIVEN_BACK = 2**15
+"""Numbers in the room of a stack from which it is given back between two steps, when networks need theirs."""
+
 Network = Sequence[Spectrum]
 
 
@@ -216,7 +219,7 @@ class Stack:
 
         Returns:
             The directions, and tensors that are finite if and only if all of them are. Directions may lie in
-            room that the next call uses again.
+            room that `release` gives back, or the next call uses again.
         """
         self._divide(prepared.projected, rules, network)
         if self._room is not None:
@@ -228,6 +231,11 @@ class Stack:
         found: dict[Tensor, Tensor] = {p: part for p, part in parts.items() if p in prepared.found}
         is_cast = any(part.dtype != whole.dtype for part in found.values())  # and may have left the range
         return found, list(found.values()) if is_cast else [whole]
+
+    def release(self) -> None:
+        """Give back the memory that directions lie in."""
+        if self._room is not None:
+            self._room.release()
 
     def _divide(self, projected: Tensor, rules: Mapping[str, DampingRule], network: Network) -> None:
         """Divide by (S + lambda)^power, in place."""
@@ -265,6 +273,7 @@ class Room:
         self.whole = whole
         self.views = views
         self._all = list(views.values())
+        self._storage, self._bytes = whole.untyped_storage(), whole.untyped_storage().nbytes()
 
     @classmethod
     def of(cls, layers: Sequence[Layer]) -> Room | None:
@@ -283,6 +292,8 @@ class Room:
 
     def gather(self, gradients: Mapping[Tensor, Tensor]) -> dict[Tensor, Tensor]:
         """Put gradients in, 0 for parameters that have none; the views of those that have one."""
+        if self._storage.nbytes() != self._bytes:
+            self._storage.resize_(self._bytes)
         found = [gradients[parameter] for parameter in self.views if parameter in gradients]
         if len(found) == len(self.views):
             copy_each(self._all, found)
@@ -291,6 +302,11 @@ class Room:
         views = {parameter: view for parameter, view in self.views.items() if parameter in gradients}
         copy_each(list(views.values()), found)
         return views
+
+    def release(self) -> None:
+        """Give the memory back until the next gradients come; the views stay views of it."""
+        if self.whole.numel() >= GIVEN_BACK:
+            self._storage.resize_(0)
 
 
 def _joined(bases: Sequence[Eigenbasis], groups: Sequence[int]) -> tuple[Eigenbasis, Sequence[Eigenbasis]]:

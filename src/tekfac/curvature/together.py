@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 
 from tekfac.curvature.averages import Average
-from tekfac.curvature.contractions import samples_per_chunk
 from tekfac.curvature.eigenbasis import WORTH_A_LOOK, Eigenbasis
 from tekfac.curvature.factors import KroneckerFactors
 from tekfac.curvature.layer_curvature import Due, LayerCurvature, Recipe, refreshed
 from tekfac.layers.batch import BatchShape, CapturedBatch
+from tekfac.layers.contractions import samples_per_chunk
 from tekfac.layers.layer import Layer
 from tekfac.layers.rows import Rows
 

@@ -423,6 +423,7 @@ class NaturalGradient(Optimizer):
         self._capture.clear()
         with Phase("update"):
             self._update(raw, natural, None if waits else finite)
+        self._network.release()
         self._note_unseen()
         self._num_steps += 1
         self._skipped_in_a_row = 0
