@@ -24,6 +24,7 @@ from tekfac.optim.natural_gradient import NaturalGradient
 from training import Batch, assert_identical, backward, cnn, everything, images, mlp, train, vectors
 
 LR, SHARE = 2.0**-7, 0.003
+STRETCH = 2.0
 
 
 class Grouped(nn.Module):
@@ -133,6 +134,7 @@ def assert_steps(
         "momentum_at": "before",
         **settings,
     }
+    stretch = STRETCH if form.get("power", 0.5) == 0.5 and form.get("momentum_at") != "after" else 1.0
     optimizer = method(model, lr=LR, damping=Relative(SHARE), basis_every=2, factors_every=2, seed=0, **form)
     references: dict[tuple[str, int], Reference] = {}
     velocities: dict[str, Tensor] = {}
@@ -153,7 +155,7 @@ def assert_steps(
             if form["momentum_at"] == "after":
                 velocities[name] = direction + form["momentum"] * velocities.get(name, 0.0)
                 direction = velocities[name]
-            assert_close((before[name] - matrix_of(layer)) / LR, direction, rtol=1e-9)
+            assert_close((before[name] - matrix_of(layer)) / (LR * stretch), direction, rtol=1e-9)
 
 
 def matrix_of(layer: Layer) -> Tensor:
@@ -223,13 +225,48 @@ def test_the_scale_of_the_loss_does_not_matter(
 
 
 def test_no_entry_moves_much_further_than_the_learning_rate_at_the_first_step() -> None:
-    """As with Adam: in the eigenbasis every entry moves by lr, or less."""
+    """In the eigenbasis every entry moves by twice lr, or less; Adam's by lr, at once and not by and by."""
     model = mlp(sizes=(5, 4, 3))
     before = [parameter.detach().clone() for parameter in model.parameters()]
     optimizer = TEKFAC(model, lr=0.01)
     train(model, optimizer, vectors(1))
     moved = torch.cat([(p - b).flatten() for p, b in zip(model.parameters(), before, strict=True)])
-    assert 0 < moved.norm() <= 0.01 * len(moved) ** 0.5
+    assert 0 < moved.norm() <= STRETCH * 0.01 * len(moved) ** 0.5
+
+
+@pytest.mark.parametrize(
+    ("settings", "stretch"),
+    [
+        ({}, STRETCH),
+        ({"step_scale": 0.5}, 0.5),
+        ({"power": 1.0}, 1.0),
+        ({"momentum_at": "after"}, 1.0),
+        ({"rescaling": "measured"}, 1.0),
+    ],
+    ids=str,
+)
+def test_directions_are_stretched_and_nothing_else_is(settings: dict[str, Any], stretch: float) -> None:
+    """Not weight decay, nor what has no block, at any step."""
+    runs = []
+    for scale in (settings.get("step_scale", "auto"), 1.0):
+        model = mlp()
+        optimizer = TEKFAC(
+            model, lr=LR, weight_decay=0.5, first_order=["0"], **{**settings, "step_scale": scale}
+        )
+        before = [parameter.detach().clone() for parameter in model.parameters()]
+        train(model, optimizer, vectors(1))
+        runs.append(
+            [parameter.detach() - old for parameter, old in zip(model.parameters(), before, strict=True)]
+        )
+        decayed = [-LR * 0.5 * old for old in before]
+    for place, (stretched, plain, decay) in enumerate(zip(*runs, decayed, strict=True)):
+        assert_close(stretched - decay, (1.0 if place < 2 else stretch) * (plain - decay), rtol=1e-9)
+
+
+@pytest.mark.parametrize("wrong", [0, -1.0, "long", None, math.inf])
+def test_a_scale_that_is_none_is_refused(wrong: Any) -> None:
+    with pytest.raises(ValueError, match=r"Invalid step_scale: .* Expected a positive number, or 'auto'"):
+        TEKFAC(mlp(), step_scale=wrong)
 
 
 def test_a_layer_that_no_gradient_reaches_stays_where_it_is() -> None:

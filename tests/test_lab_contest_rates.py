@@ -53,7 +53,7 @@ def test_the_grid_grows_until_the_best_rate_lies_inside(tmp_path: Path) -> None:
         name: sorted(job.entry.lr for job in RUNS if job.entry.optimizer == name and job.kept == "tuning")
         for name in ("tekfac", "adamw")
     }
-    assert tried["tekfac"] == [1e-3, 3e-3, 1e-2, 3e-2, 1e-1]
+    assert tried["tekfac"] == [3e-4, 1e-3, 3e-3, 1e-2, 3e-2]
     assert tried["adamw"] == [3e-6, 1e-5, 3e-5, 1e-4, 3e-4, 1e-3, 3e-3, 1e-2, 3e-2]
     assert {job.seed for job in RUNS if job.kept == "tuning"} == {contest.TUNING_SEED}
     final = [(job.entry.optimizer, job.entry.lr, job.seed) for job in RUNS if job.kept == "test"]

@@ -67,7 +67,7 @@ class NaturalGradient(Optimizer):
     def __init__(
         self,
         model: nn.Module,
-        lr: float = 1e-2,
+        lr: float = 3e-3,
         momentum: float = 0.95,
         weight_decay: float = 0.0,
         *,
@@ -76,6 +76,7 @@ class NaturalGradient(Optimizer):
         rescaling: Rescaling = "moving",
         momentum_at: MomentumAt = "before",
         nesterov: bool = True,
+        step_scale: float | Literal["auto"] = "auto",
         kl_clip: float | None = None,
         damping: float | DampingRule | Literal["auto"] | None = "auto",
         trace_floor: float | None = None,
@@ -118,7 +119,7 @@ class NaturalGradient(Optimizer):
 
         Args:
             model: the network; tekfac.explain(model) tells which of its layers are preconditioned, and how.
-            lr: step length; with the default step that of AdamW is enough, and the best one is often higher.
+            lr: step length; with the default step that of AdamW.
             momentum: weight of the past, in [0, 1), in the mean gradient, or in the velocity.
             weight_decay: decoupled: w <- (1 - lr * weight_decay) * w.
             power: of what the gradient is divided by in the eigenbasis: 1 for the natural gradient, 0.5 for its
@@ -128,6 +129,8 @@ class NaturalGradient(Optimizer):
             momentum_at: whether gradients are averaged "before" they are preconditioned, or the preconditioned
                 ones are summed up in a velocity, "after".
             nesterov: whether gradients that are averaged before count twice, a step ahead.
+            step_scale: what preconditioned directions are multiplied by, besides lr; "auto": 2 for the default
+                step, which makes AdamW's learning rates fit, else 1.
             kl_clip: bound on lr^2 g.Pg, for the highest lr so far, to which the preconditioned gradient is
                 shortened; None: no bound.
             damping: a number: S + damping * I; a rule of tekfac.damping; None: the paper's rule for this
@@ -516,7 +519,8 @@ class NaturalGradient(Optimizer):
         clip = self._settings.kl_clip
         if clip is not None and natural:
             highest = self._highest_rates()
-            terms = ((highest[p], raw[p], direction) for p, direction in natural.items())
+            stretch = self._settings.stretch
+            terms = ((stretch * highest[p], raw[p], direction) for p, direction in natural.items())
             coefficient = kl_coefficient(terms, clip)
             natural = {p: direction * coefficient.to(direction.dtype) for p, direction in natural.items()}
             wholes.append(coefficient)
@@ -554,9 +558,13 @@ class NaturalGradient(Optimizer):
         if finite is not None:
             self._skipping.note(finite)
         others = self._first_order({p: own for p, own in raw.items() if p not in natural}, finite)
-        in_velocity = self._settings.momentum_at == "after", self._settings.first_order_step == "sgd"
+        settings = self._settings
+        ways = (
+            (natural, settings.momentum_at == "after", settings.stretch),
+            (others, settings.first_order_step == "sgd", 1.0),
+        )
         for group in self.param_groups:
-            for directions, has_velocity in zip((natural, others), in_velocity, strict=True):
+            for directions, has_velocity, stretch in ways:
                 trained = [p for p in group["params"] if p in directions]
                 for parameter in trained:
                     self.state[parameter]["step"] += 1
@@ -568,6 +576,7 @@ class NaturalGradient(Optimizer):
                     lr=group["lr"],
                     momentum=momentum,
                     weight_decay=group["weight_decay"],
+                    stretch=stretch,
                     finite=finite,
                 )
 

@@ -34,9 +34,10 @@ def apply_update(
     lr: float,
     momentum: float,
     weight_decay: float,
+    stretch: float = 1.0,
     finite: Tensor | None = None,
 ) -> None:
-    """v <- momentum v + direction;  w <- (1 - lr weight_decay) w - lr v, in place.
+    """v <- momentum v + direction;  w <- (1 - lr weight_decay) w - lr stretch v, in place.
 
     The learning rate stays outside the velocity: a change of it acts at once and does not re-scale
     what was gathered. `velocities` may hold fresh zeros; without momentum it is not used.
@@ -48,6 +49,7 @@ def apply_update(
         lr: the learning rate.
         momentum: weight of the past in the velocity.
         weight_decay: decoupled.
+        stretch: what directions are multiplied by, and weight decay is not.
         finite: a boolean on the device; where it is False everything stays as it is. None: True.
     """
     if not parameters:
@@ -60,7 +62,7 @@ def apply_update(
         add_to_each(steps, directions)
     if weight_decay:
         multiply_each(parameters, 1 - lr * weight_decay)
-    add_to_each(parameters, steps, -lr)
+    add_to_each(parameters, steps, -lr * stretch)
     if finite is not None and before is not None:
         for tensor, old in zip((*parameters, *velocities), before, strict=True):
             tensor.copy_(torch.where(finite, tensor, old))

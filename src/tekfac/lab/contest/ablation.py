@@ -14,7 +14,7 @@ from tekfac.lab.contest.running import Entry, Job, Outcome
 from tekfac.lab.contest.tasks import TASKS
 from tekfac.lab.contest.words import gap, spread
 
-LR = 1e-2
+LR = 5e-3
 """Of all variants but those whose steps have another length."""
 
 VARIANTS: Mapping[str, Entry] = {
@@ -26,7 +26,7 @@ VARIANTS: Mapping[str, Entry] = {
     "the data's labels": Entry("tekfac", LR, {"fisher": "empirical"}),
     "positions as samples": Entry("tekfac", LR, {"sharing": "expand"}),
     "without Nesterov": Entry("tekfac", LR, {"nesterov": False}),
-    "momentum after": Entry("tekfac", LR * 0.05, {"momentum_at": "after"}),
+    "momentum after": Entry("tekfac", LR * 0.1, {"momentum_at": "after"}),
     "damping ten times as large": Entry("tekfac", LR, {"damping": Relative(0.03)}),
     "damping ten times as small": Entry("tekfac", LR, {"damping": Relative(0.0003)}),
     "factors of a shorter past": Entry("tekfac", LR, {"factor_decay": 0.8}),
@@ -39,7 +39,7 @@ VARIANTS: Mapping[str, Entry] = {
     "large sides in halves": Entry("tekfac", LR, {"max_dim": 150}),
     "exact statistics": Entry("tekfac", LR, {"statistics_samples": None, "turns": False}),
     "AdamW": Entry("adamw", 3e-3),
-    "SOAP": Entry("soap", LR, {"betas": (0.95, 0.95)}),
+    "SOAP": Entry("soap", 1e-2, {"betas": (0.95, 0.95)}),
 }
 """What is tried, by its name in the table."""
 

@@ -54,8 +54,8 @@ USUAL = "AdamW"
 BORROWED = f"{OURS} at AdamW's rate"
 
 ENTRANTS: Mapping[str, Entrant] = {
-    OURS: Entrant("tekfac", -4),
-    OTHER_BASIS: Entrant("ekfac", -4),
+    OURS: Entrant("tekfac", -5),
+    OTHER_BASIS: Entrant("ekfac", -5),
     "SOAP": Entrant("soap", -4, {"betas": (0.95, 0.95)}),
     "Muon": Entrant("muon", -4, {"adjust_lr_fn": "match_rms_adamw", "weight_decay": 0.01}),
     "schedule-free AdamW": Entrant("schedule-free", -4),
