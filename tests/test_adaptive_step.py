@@ -224,7 +224,7 @@ def test_the_scale_of_the_loss_does_not_matter(
         torch.testing.assert_close(own, scaled, rtol=1e-9 if dtype == torch.float64 else 1e-4, atol=1e-9)
 
 
-def test_no_entry_moves_much_further_than_the_learning_rate_at_the_first_step() -> None:
+def test_no_entry_moves_much_further_than_the_stretched_learning_rate_at_the_first_step() -> None:
     """In the eigenbasis every entry moves by twice lr, or less; Adam's by lr, at once and not by and by."""
     model = mlp(sizes=(5, 4, 3))
     before = [parameter.detach().clone() for parameter in model.parameters()]
@@ -246,7 +246,7 @@ def test_no_entry_moves_much_further_than_the_learning_rate_at_the_first_step() 
     ids=str,
 )
 def test_directions_are_stretched_and_nothing_else_is(settings: dict[str, Any], stretch: float) -> None:
-    """Not weight decay, nor what has no block, at any step."""
+    """Not weight decay, nor what has no block."""
     runs = []
     for scale in (settings.get("step_scale", "auto"), 1.0):
         model = mlp()

@@ -153,18 +153,72 @@ def test_stacked_layers_keep_nothing_twice(method: type[NaturalGradient]) -> Non
                     assert own.untyped_storage().data_ptr() == whole.untyped_storage().data_ptr()
 
 
+def gapped_run(method: type[NaturalGradient]) -> tuple[nn.Module, NaturalGradient]:
+    """The default step, with layers and biases that have no gradient now and then, and a skipped step."""
+    model = seeded(Net)
+    optimizer = method(model, lr=0.05, factors_every=2, basis_every=2, seed=0)
+    named = dict(model.named_parameters())
+    for seed, gone in enumerate(([], ["layers.1.weight", "layers.1.bias"], ["layers.2.bias"], ["inf"], [])):
+        optimizer.zero_grad()
+        F.cross_entropy(model(normal(6, 5, 4, seed=seed)), torch.arange(6) % 3).backward()
+        for name in gone:
+            if name == "inf":
+                model.head.bias.grad.fill_(torch.inf)
+            else:
+                named[name].grad = None
+        optimizer.step()
+    assert optimizer.skipped_steps == 1
+    return model, optimizer
+
+
 @every_method
+@pytest.mark.parametrize("made_by", [run, gapped_run])
 def test_room_is_given_back_between_steps(
-    method: type[NaturalGradient], monkeypatch: pytest.MonkeyPatch
+    method: type[NaturalGradient], made_by: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """When the network needs its own; the run is the same."""
-    kept = everything(*run(method))
+    kept = everything(*made_by(method))
     monkeypatch.setattr(stacks, "GIVEN_BACK", 1)
-    model, optimizer = run(method)
+    model, optimizer = made_by(method)
     rooms = [stack._room for stack in optimizer._network._stacks if stack._room is not None]
     assert rooms
     assert all(room.whole.untyped_storage().nbytes() == 0 for room in rooms)
     assert_identical(everything(model, optimizer), kept)
+
+
+def test_room_stays_where_torch_cannot_take_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stacks, "GIVEN_BACK", 1)
+    monkeypatch.setattr(stacks, "RESIZED_ON", ())
+    _, optimizer = run(TEKFAC)
+    rooms = [stack._room for stack in optimizer._network._stacks if stack._room is not None]
+    assert all(room.whole.untyped_storage().nbytes() > 0 for room in rooms)
+
+
+def test_stacking_that_was_interrupted_is_begun_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No layer stays without its block because memory was short for once."""
+    calls = 0
+
+    class Interrupted(stacks.Stack):
+        def __init__(self, *arguments: Any, **keywords: Any) -> None:
+            nonlocal calls
+            calls += 1
+            if calls == 2:
+                raise MemoryError
+            super().__init__(*arguments, **keywords)
+
+    monkeypatch.setattr(network, "Stack", Interrupted)
+    model = seeded(Net)
+    optimizer = TEKFAC(model, lr=0.05)
+    for seed in range(2):
+        optimizer.zero_grad()
+        F.cross_entropy(model(normal(6, 5, 4, seed=seed)), torch.arange(6) % 3).backward()
+        if seed:
+            optimizer.step()
+        else:
+            with pytest.raises(MemoryError):
+                optimizer.step()
+    names = {layer.name for stack in optimizer._network._stacks for layer in stack.layers}
+    assert names == set(optimizer._network.blocks) == set(optimizer._layers)
 
 
 @every_method

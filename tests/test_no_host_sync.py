@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dense import METHODS, every_method, seeded
+from tekfac.curvature import stacks
 from tekfac.optim import model_layers
 from tekfac.optim.natural_gradient import NaturalGradient
 from training import assert_identical, both_steps, everything, maker, train
@@ -86,6 +87,7 @@ def test_plain_steps_run_where_tensors_have_no_data(
     model, optimizer = start(method, step, **settings)
     train(model, optimizer, batches(1))
     monkeypatch.setattr(model_layers, "_require_data", lambda *_: None)
+    monkeypatch.setattr(stacks, "GIVEN_BACK", 1)
     empty = seeded(Net).to("meta")
     other = maker(method, step)(
         empty, **{"lr": 0.01, "weight_decay": 1e-3, "max_dim": 16, "seed": 0, **settings}

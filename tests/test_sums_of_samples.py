@@ -467,6 +467,37 @@ def test_a_pass_that_is_probed_keeps_no_input_where_the_probe_stays_with_its_sam
             assert_close(square * own.gradient_factor**2, other)
 
 
+@pytest.mark.usefixtures("always_summed")
+@ALL_FISHERS
+def test_what_a_probe_leaves_unclear_does_not_keep_the_others_from_it(fisher: str) -> None:
+    """A layer that is called twice, beside one whose inputs are let go of at once."""
+
+    class Twice(Sequences):
+        def forward(self, x: Tensor) -> Tensor:
+            hidden = torch.tanh(self.tokens(x))
+            out: Tensor = self.head(hidden) + self.head(hidden.flip(1))
+            return out
+
+    model, x = seeded(lambda: Twice(IN_ORDER)), normal(SAMPLES, 2, 4)
+    each, sums = captures(model, fisher)
+    F.cross_entropy(model(x).flatten(0, 1), torch.arange(2 * SAMPLES) % 3).backward()
+    if fisher == "empirical":
+        (passed,) = sums._unfinished
+        kept = {noted.watched.name: bool(noted.call.kept) for noted in passed.calls}
+        assert kept == {"tokens": False, "head": True}
+    for name, (own,) in sums.batches().items():
+        if fisher != "sampled":  # whose labels the two captures draw for themselves
+            assert_close(gradients_of(own), in_sums(gradients_of(each.batches()[name][0])))
+
+
+def test_one_layer_in_another_order_does_not_keep_the_others_from_being_measured() -> None:
+    """With drawn labels its rows count as one sample; the other layer has its samples."""
+    model, x = seeded(lambda: Sequences(TURNED_ROUND)), normal(SAMPLES, 2, 4)
+    each, _ = captures(model, "sampled")
+    F.cross_entropy(model(x).flatten(0, 1), torch.arange(2 * SAMPLES) % 3).backward()
+    assert {name: own.samples for name, (own,) in each.batches().items()} == {"tokens": SAMPLES, "head": 1}
+
+
 def test_a_probe_that_tells_against_the_shape_is_believed() -> None:
     model, x = seeded(lambda: Sequences(TURNED_ROUND)), normal(SAMPLES, 2, 4)
     optimizer = TEKFAC(model, fisher="empirical")

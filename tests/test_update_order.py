@@ -84,13 +84,15 @@ def clipped_step(
     return model, {name: after - before[name] for name, after in parameters(model).items()}
 
 
+@pytest.mark.parametrize("stretch", [1.0, 3.0])
 @pytest.mark.parametrize("kl_clip", [1e-1, 1e-3, 1e-6])
-def test_an_active_clip_is_met_with_equality(kl_clip: float) -> None:
-    """lr^2 coef^2 sum g.Pg = c, and the direction stays the same."""
-    model, free = clipped_step(None)
-    _, bound = clipped_step(kl_clip)
+def test_an_active_clip_is_met_with_equality(kl_clip: float, stretch: float) -> None:
+    """lr^2 coef^2 sum g.Pg = c, also for a step that is stretched, and the direction stays the same."""
+    model, free = clipped_step(None, step_scale=stretch)
+    _, bound = clipped_step(kl_clip, step_scale=stretch)
     raw = gradients(model)
-    unclipped = sum(-0.5 * (raw[name] * step).sum() for name, step in free.items())  # lr^2 sum g.Pg
+    steps = {name: 0.5 * stretch * step for name, step in free.items()}
+    unclipped = sum(-(raw[name] * step).sum() for name, step in steps.items())  # lr^2 sum g.Pg
     assert unclipped > kl_clip
     ratios = torch.cat([(bound[name] / free[name]).flatten() for name in free])
     assert_close(ratios, torch.full_like(ratios, float(ratios.mean())), rtol=1e-6)

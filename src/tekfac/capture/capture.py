@@ -26,10 +26,10 @@ from tekfac.capture.hooks import WHY_NOTHING_CAME, Arrival, ModelHooks
 from tekfac.capture.measurement import Measurement
 from tekfac.capture.module_calls import ModuleCall, is_unclear, versions
 from tekfac.capture.sample_axis import (
-    STAYS,
     InseparableError,
     SampleAxis,
     divided_into,
+    is_elsewhere,
     samples_first,
     share_of_sample,
 )
@@ -355,8 +355,8 @@ class Capture:
     def _probed_clear(self, descent: Descent, arrival: Arrival, axis: SampleAxis) -> list[ModuleCall]:
         """Send the gradient of one sample alone down to the calls; those that it shows to be clear.
 
-        What arrives is kept where shapes leave several ways open. Of the others only its share in the sample's
-        own rows is, unless that tells against what the shape says.
+        What arrives is kept where shapes leave several ways open, or tell otherwise than it does. Of the others
+        only its share in the sample's own rows is looked at.
         """
         samples, calls = axis.num_samples, arrival.calls
         times_called = Counter(layer.name for noted in calls for layer in noted.watched.layers.values())
@@ -367,25 +367,28 @@ class Capture:
             and (layer := clear_layer(noted, samples)) is not None
             and times_called[layer.name] == 1
         ]
-        for noted in hopeful:
-            noted.call.take = partial(share_of_sample, sample=axis.probed)
-        self._probe(descent, arrival, axis.probed)
-        shares = [share for noted in hopeful for share in noted.call.probe or () if share is not None]
-        for noted in hopeful:
-            noted.call.take = noted.call.probe = None
-        if all(share >= STAYS for share in shares):
-            return hopeful
-        self._probe(descent, arrival, axis.probed)
-        return []
+        self._probe(descent, arrival, axis.probed, only_shares=hopeful)
+        clear = [noted for noted in hopeful if not is_elsewhere(noted.call.probe or ())]
+        if len(clear) < len(hopeful):
+            self._probe(descent, arrival, axis.probed, only_shares=clear)
+        for noted in clear:
+            noted.call.probe = None
+        return clear
 
-    def _probe(self, descent: Descent, arrival: Arrival, probed: int) -> None:
-        """Send the gradient of one sample alone down to the calls."""
+    def _probe(
+        self, descent: Descent, arrival: Arrival, probed: int, only_shares: Sequence[ModuleCall]
+    ) -> None:
+        """Send the gradient of one sample alone down to the calls; of some, take its share in its own rows."""
         batch_dim = self._measurement.batch_dim
         probe = torch.zeros_like(arrival.gradient)
         probe.movedim(batch_dim, 0)[probed] = arrival.gradient.movedim(batch_dim, 0)[probed]
+        for noted in only_shares:
+            noted.call.take = partial(share_of_sample, sample=probed)
         with sending():
             for noted, own in zip(arrival.calls, descent.send(probe), strict=True):
                 noted.call.probe = own
+        for noted in only_shares:
+            noted.call.take = None
 
     # -- from calls to batches -------------------------------------------------------------------------
 

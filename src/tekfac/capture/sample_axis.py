@@ -9,6 +9,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
+import torch
 from torch import Tensor
 
 from tekfac.layers.kinds.base import Application, RowForm
@@ -148,10 +149,15 @@ def _has_no_samples(application: Application, num_samples: int, stays: bool) -> 
     return len(inputs) == 1 or (is_list and (not stays or len(inputs) % num_samples != 0))
 
 
-def share_of_sample(probe: Tensor, sample: int) -> float:
+def share_of_sample(probe: Tensor, sample: int) -> Tensor:
     """How much of a probe is in one sample's rows, where samples are the first axis; 1 of nothing."""
-    total = float(probe.square().sum())
-    return float(probe[sample].square().sum()) / total if total else 1.0
+    inside, total = probe[sample].square().sum(), probe.square().sum()
+    return torch.where(total == 0, torch.ones_like(total), inside / total)
+
+
+def is_elsewhere(shares: Sequence[Tensor | None]) -> bool:
+    """Whether the shares of a probe that came to a call's outputs tell that the sample's rows are others."""
+    return any(share is not None and not bool(share >= STAYS) for share in shares)
 
 
 def _share_of_probe(applications: Sequence[Application], axis: SampleAxis, samples: int) -> float:

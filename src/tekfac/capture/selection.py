@@ -108,7 +108,7 @@ def wanted_sums(samples: int, positions: int, shape: LayerShape, measurements: f
 def pays_singly(positions: int, shape: LayerShape) -> bool:
     """Whether the gradients of single samples had best be formed where they arrive.
 
-    It would not pay where Gram matrices take fewer multiplications, or there is little to do.
+    It would not pay where Gram matrices take fewer multiplications, for one vector, or there is little to do.
     """
     if positions <= 1 or positions * shape.size < WORTH_SINGLY:
         return False

@@ -225,14 +225,14 @@ class NetworkCurvature:
 
     def _restack(self, motions: Mapping[str, LayerMotion]) -> None:
         """Put all layers together anew, with what was gathered in the present bases."""
-        self._stacked = self._layers_with_blocks()
-        self._stacks = []
-        for names in stacked({layer.name: layer for layer in self._stacked}):
+        present = self._layers_with_blocks()
+        self._stacks, self._stacked = [], []  # so that what is interrupted is begun anew
+        for names in stacked({layer.name: layer for layer in present}):
             layers, curvatures = [self.layers[name] for name in names], [self._blocks[name] for name in names]
             stack = Stack(layers, curvatures, self._form, motions)
             self._stacks.append(stack)
             self._take_views(stack)
-        self._is_stacked = True
+        self._stacked, self._is_stacked = present, True
 
     def _take_views(self, stack: Stack) -> None:
         """Let blocks share their bases with a stack, so that nothing is kept twice."""

@@ -36,6 +36,9 @@ ROOMY = 2**17
 GIVEN_BACK = 2**15
 """Numbers in the room of a stack from which it is given back between two steps, when networks need theirs."""
 
+RESIZED_ON = ("cpu", "cuda", "xpu", "meta")
+"""Types of devices whose memory torch can take away from a tensor and give it again."""
+
 Network = Sequence[Spectrum]
 
 
@@ -274,6 +277,7 @@ class Room:
         self.views = views
         self._all = list(views.values())
         self._storage, self._bytes = whole.untyped_storage(), whole.untyped_storage().nbytes()
+        self._is_lent = whole.numel() >= GIVEN_BACK and whole.device.type in RESIZED_ON
 
     @classmethod
     def of(cls, layers: Sequence[Layer]) -> Room | None:
@@ -305,7 +309,7 @@ class Room:
 
     def release(self) -> None:
         """Give the memory back until the next gradients come; the views stay views of it."""
-        if self.whole.numel() >= GIVEN_BACK:
+        if self._is_lent:
             self._storage.resize_(0)
 
 

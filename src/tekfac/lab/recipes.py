@@ -132,7 +132,7 @@ def on_digits(optimizer: str) -> Point:
     return {"optimizer": optimizer, "lr": DIGITS_RATES.get(optimizer, start(optimizer)["lr"])}
 
 
-START = {"sgd": 0.1, "sgdm": 0.03}
+START = {"sgd": 0.1, "sgdm": 0.03, **dict.fromkeys(NATURAL, 3e-3)}
 
 
 def start(optimizer: str) -> Point:

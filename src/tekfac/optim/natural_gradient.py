@@ -131,8 +131,8 @@ class NaturalGradient(Optimizer):
             nesterov: whether gradients that are averaged before count twice, a step ahead.
             step_scale: what preconditioned directions are multiplied by, besides lr; "auto": 2 for the default
                 step, which makes AdamW's learning rates fit, else 1.
-            kl_clip: bound on lr^2 g.Pg, for the highest lr so far, to which the preconditioned gradient is
-                shortened; None: no bound.
+            kl_clip: bound on lr^2 g.Pg, for the highest lr so far (times step_scale), to which the
+                preconditioned gradient is shortened; None: no bound.
             damping: a number: S + damping * I; a rule of tekfac.damping; None: the paper's rule for this
                 method; "auto": Relative(), a share of the mean of S, where that is moving; where it is
                 measured, 0.01 added to S (EKFAC, TEKFAC), or its root to each factor (KFAC, TKFAC).

@@ -50,10 +50,10 @@ AUTO = "auto"
 """Of damping, sharing and Fisher: what suits the other settings; of turns: where they are for nothing."""
 
 ADAMWS_LENGTH = 2.0
-"""By which the adaptive step is stretched, so that learning rates that are best for AdamW fit it.
+"""By which the adaptive step is stretched, whatever its momentum, so that AdamW's learning rates fit it.
 
 Over the contest's tasks its own best ones, unstretched, were one to four times AdamW's, twice in the middle: it
-averages over more steps, and damping shortens what is smaller than the mean (docs/results/contest)."""
+averages over more steps, and damping shortens what is smaller than the mean. See docs/mathematics.md, 7."""
 
 DEFAULT_BASIS_TOLERANCE = 0.0
 """Bases are computed anew at every refresh: together with few samples a tolerance has cost accuracy."""
