@@ -16,7 +16,7 @@ from torch import Tensor, nn
 import tekfac.fisher
 import tekfac.layers
 from tekfac import TEKFAC, fisher
-from tekfac.lab import optimizers
+from tekfac.lab import optimizers, recipes
 from tekfac.lab.config import RunConfig
 from tekfac.lab.grids import Sweep
 
@@ -91,6 +91,16 @@ def test_the_sweep_among_the_examples_has_settings_that_every_method_takes() -> 
     for point in plan.points:
         (config,) = plan.configs(point)
         optimizers.build(config, Model())
+
+
+def test_the_learning_rates_of_the_demo_lie_inside_of_those_that_were_tried() -> None:
+    plan = Sweep.from_plain(tomllib.loads((ROOT / "examples" / "digits_rates.toml").read_text()), "here")
+    tried: dict[str, list[float]] = {}
+    for point in plan.points:
+        tried.setdefault(point["optimizer"], []).append(point["lr"])
+    assert tried.keys() == recipes.DIGITS_RATES.keys()
+    for optimizer, rate in recipes.DIGITS_RATES.items():
+        assert rate in sorted(tried[optimizer])[1:-1]
 
 
 def test_every_link_between_pages_leads_somewhere() -> None:
