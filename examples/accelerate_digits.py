@@ -28,7 +28,7 @@ EPOCHS, MICRO_BATCH, MAX_NORM = 4, 64, 5.0
 # Both are tuned by the loss that is printed: SGD over lr = 0.003, 0.01, 0.03, 0.1, 0.3 and 1; TEKFAC over
 # lr = 0.001, 0.003, 0.01, 0.03 and 0.1.
 OPTIMIZERS = {
-    "TEKFAC": lambda model: TEKFAC(model, lr=0.01, seed=0),
+    "TEKFAC": lambda model: TEKFAC(model, lr=0.03, seed=0),
     "SGD": lambda model: torch.optim.SGD(model.parameters(), lr=0.3, momentum=0.9),
 }
 

@@ -25,7 +25,7 @@ STEPS, MICRO_BATCH, LENGTH = 80, 8, 48
 # Both are tuned by the loss that is printed: SGD over lr = 0.003, 0.01, 0.03, 0.1, 0.3 and 1; TEKFAC over
 # lr = 0.001, 0.003, 0.01, 0.03 and 0.1.
 OPTIMIZERS = {
-    "TEKFAC": lambda model: TEKFAC(model, lr=0.003, seed=0),
+    "TEKFAC": lambda model: TEKFAC(model, lr=0.01, seed=0),
     "SGD": lambda model: torch.optim.SGD(model.parameters(), lr=0.3, momentum=0.9),
 }
 

@@ -26,7 +26,7 @@ STEPS, MICRO_BATCHES, MICRO_BATCH, MAX_NORM = 60, 2, 64, 5.0
 # Both are tuned by the loss that is printed: SGD over lr = 0.003, 0.01, 0.03, 0.1, 0.3 and 1; TEKFAC over
 # lr = 0.001, 0.003, 0.01, 0.03 and 0.1.
 OPTIMIZERS = {
-    "TEKFAC": lambda model: TEKFAC(model, lr=0.01),
+    "TEKFAC": lambda model: TEKFAC(model, lr=0.03),
     "SGD": lambda model: torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9),
 }
 

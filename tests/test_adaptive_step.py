@@ -285,7 +285,8 @@ def test_a_layer_that_no_gradient_reaches_stays_where_it_is() -> None:
 @pytest.mark.parametrize("every", [1, 2, 5])
 def test_intervals_do_not_change_how_long_the_past_counts(every: int) -> None:
     model, data = mlp(), vectors(11)
-    optimizer = TEKFAC(model, lr=1e-12, factors_every=every, basis_every=every, factor_decay=0.9, seed=0)
+    clocks = {"factors_every": every, "basis_every": every, "interval_growth": None}
+    optimizer = TEKFAC(model, lr=1e-12, factor_decay=0.9, seed=0, **clocks)
     train(model, optimizer, data)
     measured = 1 + 10 // every
     weights = [0.9 ** (every * age) for age in range(measured)]
@@ -295,21 +296,24 @@ def test_intervals_do_not_change_how_long_the_past_counts(every: int) -> None:
 
 def test_a_decay_per_update_is_one() -> None:
     optimizer = TEKFAC.natural(mlp(), factors_every=5, rescaling_every=7, factor_decay=0.9, rescaling_decay=0.8)
-    assert (optimizer._recipe.factor_decay, optimizer._recipe.rescaling_decay) == (0.9, 0.8)
+    recipe = optimizer._recipe
+    assert (recipe.past_factors(5), recipe.past_rescaling(7)) == (0.9, 0.8)
     optimizer = TEKFAC.natural(
         mlp(), factors_every=5, rescaling_every=7, factor_decay=0.9, rescaling_decay=0.8, decay_per="step"
     )
-    assert (optimizer._recipe.factor_decay, optimizer._recipe.rescaling_decay) == (0.9**5, 0.8**7)
+    recipe = optimizer._recipe
+    assert (recipe.past_factors(5), recipe.past_rescaling(7)) == (0.9**5, 0.8**7)
+    assert recipe.past_factors(50) == 0.9**10
 
 
 @every_method
 def test_a_layer_without_a_gradient_keeps_what_was_gathered_of_it(method: type[NaturalGradient]) -> None:
     model = mlp(sizes=(4, 4, 4, 4))
-    optimizer = method(model, lr=0.01)
+    optimizer = method(model, lr=0.01, interval_growth=None)
     train(model, optimizer, vectors(2, d_in=4, classes=4))
     kept = optimizer._network.motions["2"]
     assert kept.first is not None
-    before, weight = kept.first.values[0].clone(), kept.first.weight
+    before, weight = kept.first.value.clone(), kept.first.weight
     optimizer.zero_grad()
     backward(model, vectors(1, d_in=4, classes=4)[0])
     model[2].weight.grad = model[2].bias.grad = None
@@ -317,7 +321,7 @@ def test_a_layer_without_a_gradient_keeps_what_was_gathered_of_it(method: type[N
     after = optimizer._network.motions
     assert after["2"].first is not None
     assert after["0"].first is not None
-    assert torch.equal(after["2"].first.values[0], before)
+    assert torch.equal(after["2"].first.value, before)
     assert after["2"].first.weight == weight
     assert after["0"].first.weight > weight
 
@@ -343,7 +347,7 @@ def test_what_was_gathered_follows_a_layer_when_others_come_and_go() -> None:
         assert own.first is not None
         assert other.first is not None
         assert own.first.weight == other.first.weight
-        assert_close(own.first.values[0], other.first.values[0])
+        assert_close(own.first.value, other.first.value)
 
 
 @every_method
@@ -430,7 +434,7 @@ def test_a_momentum_that_is_changed_after_loading_is_heeded() -> None:
 def test_settings_that_do_not_go_together_are_refused() -> None:
     with pytest.raises(ValueError, match=r"Invalid kl_clip: 0.001 with momentum_at='before'"):
         TEKFAC(mlp(), kl_clip=1e-3)
-    with pytest.raises(ValueError, match=r"Invalid rescaling_decay: 0.5 with momentum 0.95.*0.9025"):
+    with pytest.raises(ValueError, match=r"Invalid rescaling_decay: 0.5 with momentum 0.9.*0.81"):
         TEKFAC(mlp(), rescaling_decay=0.5)
     for method in METHODS:
         assert method.natural(mlp(), rescaling="moving")._form.moving_decay == 0.95

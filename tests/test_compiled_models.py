@@ -37,7 +37,7 @@ def fresh_compiler() -> Iterator[None]:
 
 def settings_of(method: type[NaturalGradient]) -> dict[str, Any]:
     """Steps 0, 3 and 6 measure."""
-    return {"factors_every": 3, "basis_every": 3, "seed": 0, "lr": 0.01}
+    return {"factors_every": 3, "basis_every": 3, "interval_growth": None, "seed": 0, "lr": 0.01}
 
 
 def network() -> nn.Sequential:

@@ -103,7 +103,7 @@ def test_memory_is_what_the_curvature_takes(method: type[NaturalGradient], setti
     for name, block in blocks.items():
         held = [*block.moments.values, *block.basis]
         held += [] if block.theta is None else list(block.theta.values)
-        held += list(motions[name].second.values)
+        held.append(motions[name].second.value)
         assert sum(tensor.numel() * tensor.element_size() for tensor in held) == expected[name], name
 
 

@@ -9,6 +9,8 @@ import pytest
 import torch
 
 from framework_examples import assert_same_end, example, of_norms, without_curvature
+from tekfac.optim.schedule import Clock
+from tekfac.optim.settings import Settings
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:`torch.jit.script_method` is deprecated:DeprecationWarning",  # the compiler's own import
@@ -85,6 +87,8 @@ def calls_by_step(compiled_digits: ModuleType, run: Any, backend: Counting, step
 def test_the_compiled_graph_runs_on_every_step_that_does_not_measure(compiled_digits: ModuleType) -> None:
     torch._dynamo.reset()
     backend = Counting()
-    counts = calls_by_step(compiled_digits, compiled_digits.start("TEKFAC", backend), backend, 21)
-    assert counts == [step % 10 != 0 for step in range(21)]  # steps 0, 10 and 20 measure
+    counts = calls_by_step(compiled_digits, compiled_digits.start("TEKFAC", backend), backend, 45)
+    measuring = Clock(Settings.factors_every, Settings.interval_growth)
+    assert counts == [measuring.latest(step) != step for step in range(45)]
+    assert sum(counts) > 10
     assert backend.graphs == 1

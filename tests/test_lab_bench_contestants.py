@@ -84,7 +84,7 @@ def test_a_cycle_is_as_long_as_everything_takes_to_happen_equally_often() -> Non
     assert Contestant("sgd").cycle == Contestant("muon").cycle == 1
     assert Contestant("kfac", 10).cycle == Contestant("soap", 10).cycle == 10
     assert Contestant("tekfac", 10, {"basis_every": 25}).cycle == 50
-    assert Contestant("tekfac").cycle == 10
+    assert Contestant("tekfac").cycle == 50
 
 
 def test_which_steps_measure_follows_from_the_interval() -> None:

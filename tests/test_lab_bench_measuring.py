@@ -107,7 +107,7 @@ def test_an_aged_optimizer_has_the_averages_of_late_steps() -> None:
     age(optimizer)
     for name, block in optimizer._network.blocks.items():
         assert before[name].moments.weight == 1
-        assert block.moments.measurements(0.95) == pytest.approx(39)
+        assert block.moments.measurements == pytest.approx(39)
         assert block.theta is not None
         assert block.theta.weight == pytest.approx(20)
         assert block.moments.values is before[name].moments.values

@@ -33,7 +33,8 @@ SETTINGS = {"adam": {"lr": 1e-3}, "sgdm": {"lr": 0.1}, "sgd": {"lr": 0.1}, "adam
 
 
 def config_of(optimizer: str, **changes: Any) -> RunConfig:
-    natural: dict[str, Any] = {"lr": 1e-2, "options": {"damping": 1e-3, "factors_every": 4, "basis_every": 4}}
+    clocks = {"factors_every": 4, "basis_every": 4, "interval_growth": None}
+    natural: dict[str, Any] = {"lr": 1e-2, "options": {"damping": 1e-3, **clocks}}
     return replace(TINY, optimizer=optimizer, threads=1, **{**SETTINGS.get(optimizer, natural), **changes})
 
 

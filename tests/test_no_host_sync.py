@@ -39,6 +39,9 @@ class Net(nn.Module):
         return out
 
 
+SETTINGS = {"lr": 0.01, "weight_decay": 1e-3, "max_dim": 16, "seed": 0, "interval_growth": None}
+
+
 def batches(count: int, seed: int = 0) -> list[tuple[Tensor, Tensor]]:
     generator = torch.Generator().manual_seed(seed)
     return [
@@ -52,7 +55,8 @@ def start(
 ) -> tuple[nn.Module, NaturalGradient]:
     model = seeded(Net)
     return model, maker(method, step)(
-        model, **{"lr": 0.01, "weight_decay": 1e-3, "max_dim": 16, "seed": 0, **settings}
+        model,
+        **{**SETTINGS, **settings},
     )
 
 
@@ -90,7 +94,8 @@ def test_plain_steps_run_where_tensors_have_no_data(
     monkeypatch.setattr(stacks, "GIVEN_BACK", 1)
     empty = seeded(Net).to("meta")
     other = maker(method, step)(
-        empty, **{"lr": 0.01, "weight_decay": 1e-3, "max_dim": 16, "seed": 0, **settings}
+        empty,
+        **{**SETTINGS, **settings},
     )
     other._network.blocks = {name: on_meta(block) for name, block in optimizer._network.blocks.items()}
     other._num_steps = 1

@@ -22,6 +22,7 @@ ALL: dict[str, Any] = {
     "factor_decay": 0.95,
     "decay_per": "update",
     "factors_every": 50,
+    "interval_growth": None,
     "fisher": "sampled",
     "power": 1,
     "rescaling": "measured",

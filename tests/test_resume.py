@@ -133,7 +133,7 @@ def test_a_state_of_another_format_is_refused_by_its_number() -> None:
     optimizer = TEKFAC(cnn(), lr=0.01)
     state = optimizer.state_dict()
     state["param_groups"][0]["tekfac"]["format"] = 0
-    with pytest.raises(ValueError, match="has format 0, this version of tekfac reads format 3"):
+    with pytest.raises(ValueError, match="has format 0, this version of tekfac reads format 4"):
         optimizer.load_state_dict(state)
 
 

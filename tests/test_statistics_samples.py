@@ -147,9 +147,9 @@ def test_an_average_holds_as_many_measurements_as_its_noise_says(decay: float) -
     for count in range(1, 200):
         weights = [decay**i for i in range(count)]
         expected = sum(weights) ** 2 / sum(weight**2 for weight in weights)
-        assert average.measurements(decay) == pytest.approx(expected)
+        assert average.measurements == pytest.approx(expected)
         average = average.updated((torch.zeros(1),), decay)
-    assert average.measurements(decay) == pytest.approx((1 + decay) / (1 - decay), rel=1e-3)
+    assert average.measurements == pytest.approx((1 + decay) / (1 - decay), rel=1e-3)
 
 
 @pytest.mark.parametrize("method", METHODS)

@@ -130,6 +130,7 @@ def natural_settings(method: Method) -> dict[str, Any]:
         "decay_per": "update",
         "factors_every": 50,
         "basis_every": 50,
+        "interval_growth": None,
         "fisher": "sampled",
         "first_order_step": "sgd",
         "max_dim": 800,

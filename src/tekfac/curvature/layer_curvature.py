@@ -17,6 +17,9 @@ from tekfac.curvature.symmetric import DecompositionError
 from tekfac.layers.batch import FormedBatch, KeptRows, RowSource
 from tekfac.layers.layer import Layer
 
+OLDEST = 10
+"""Steps that an interval counts at most, where decays are per step: of few measurements more of them count."""
+
 
 class NonFiniteStatisticsError(ArithmeticError):
     """A batch gave statistics that are not finite numbers."""
@@ -30,8 +33,9 @@ class Recipe:
         factors: which factors give the eigenbasis.
         rescaling: which diagonal is used in it.
         sharing: how positions that share weights are treated.
-        factor_decay: weight of the past in the moments.
-        rescaling_decay: weight of the past in Theta.
+        factor_decay: weight of the past in the moments, per step or update.
+        rescaling_decay: weight of the past in Theta, per step or update.
+        decays_per_step: whether these are per step, of which an interval counts at most OLDEST.
         basis_tolerance: how nearly diagonal a factor must be in the basis so far for it to be kept.
         track_basis: whether a basis that is nearly right is improved by an iteration.
         averaging: "moments" keeps raw moments and normalises when read; "factors" averages the
@@ -46,8 +50,20 @@ class Recipe:
     rescaling_decay: float
     averaging: str
     memory_budget: int
+    decays_per_step: bool = False
     basis_tolerance: float = 0.0
     track_basis: bool = False
+
+    def past_factors(self, age: int) -> float:
+        """The weight of moments that are so many steps old."""
+        return self.factor_decay ** self._counted(age)
+
+    def past_rescaling(self, age: int) -> float:
+        """The weight of a Theta that is so many steps old."""
+        return self.rescaling_decay ** self._counted(age)
+
+    def _counted(self, age: int) -> int:
+        return min(age, OLDEST) if self.decays_per_step else 1
 
     @property
     def needs_only_gradients(self) -> bool:
@@ -67,11 +83,21 @@ class Recipe:
 
 @dataclass(frozen=True)
 class Due:
-    """What a step refreshes."""
+    """What a step refreshes.
+
+    Attributes:
+        factors: whether the factors.
+        basis: whether the eigenbasis.
+        rescaling: whether Theta.
+        age_of_factors: steps since they were refreshed before.
+        age_of_rescaling: steps since it was.
+    """
 
     factors: bool
     basis: bool
     rescaling: bool
+    age_of_factors: int = 1
+    age_of_rescaling: int = 1
 
     @property
     def anything(self) -> bool:
@@ -120,7 +146,7 @@ def refreshed(
     if old is None:
         due = Due(factors=True, basis=True, rescaling=True)
     rows = [KeptRows(batch) for batch in batches]
-    moments = _averaged_moments(old, rows, recipe) if due.factors or old is None else old.moments
+    moments = _averaged_moments(old, rows, due, recipe) if due.factors or old is None else old.moments
     basis, theta = (None, None) if old is None else (old.basis, old.theta)
     failures = 0 if old is None else old.failed_refreshes
     if due.basis or basis is None:
@@ -138,12 +164,13 @@ def refreshed(
         with Phase("theta"):
             measured = (second_moments(rows, basis, recipe.memory_budget),)
             require_finite(*measured)
-        theta = Average.of(measured) if theta is None else theta.updated(measured, recipe.rescaling_decay)
+        past = recipe.past_rescaling(due.age_of_rescaling)
+        theta = Average.of(measured) if theta is None else theta.updated(measured, past)
     return LayerCurvature(moments, basis, theta, failures)
 
 
 def _averaged_moments(
-    old: LayerCurvature | None, batches: Sequence[RowSource], recipe: Recipe
+    old: LayerCurvature | None, batches: Sequence[RowSource], due: Due, recipe: Recipe
 ) -> Average[KroneckerFactors]:
     with Phase("factors"):
         measured = recipe.factors.measure(batches, recipe.sharing, recipe.memory_budget)
@@ -152,7 +179,7 @@ def _averaged_moments(
         measured = recipe.factors.read(measured)
     if old is None:
         return Average.of(measured)
-    return old.moments.updated(measured, recipe.factor_decay)
+    return old.moments.updated(measured, recipe.past_factors(due.age_of_factors))
 
 
 def require_finite(*tensors: Tensor) -> None:

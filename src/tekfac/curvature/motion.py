@@ -14,17 +14,14 @@ See docs/mathematics.md, section 7.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from tekfac.curvature.averages import Average
 from tekfac.curvature.eigenbasis import Eigenbasis, Turn
 from tekfac.curvature.pieces import in_pieces
-
-Moving = Average[tuple[Tensor]]
 
 
 @dataclass(frozen=True)
@@ -69,6 +66,18 @@ class StepForm:
         return self.momentum_before or self.moving_decay is not None
 
 
+class Moving(NamedTuple):
+    """A running average that moves in place.
+
+    Attributes:
+        value: the mean.
+        weight: sum of the weights of what it is the mean of, of which the last is 1.
+    """
+
+    value: Tensor
+    weight: float
+
+
 class LayerMotion(NamedTuple):
     """What was gathered of one layer's gradients, in its eigenbasis.
 
@@ -90,9 +99,9 @@ def turned(motion: LayerMotion, old: Eigenbasis, new: Eigenbasis, form: StepForm
         return motion
     first, second, turn = motion.first, motion.second, Turn.of(old, new)
     if first is not None:
-        first = replace(first, values=(turn.vectors(first.values[0]),))
+        first = first._replace(value=turn.vectors(first.value))
     if second is not None and form.entrywise:
-        second = replace(second, values=(turn.diagonal(second.values[0]),))
+        second = second._replace(value=turn.diagonal(second.value))
     return LayerMotion(first, second)
 
 
@@ -137,7 +146,7 @@ class Motion:
                 moved = turned(part, before, after, self._form)
                 for averages, average in ((self._first, moved.first), (self._second, moved.second)):
                     if averages is not None and average is not None:
-                        averages.views[layer].copy_(average.values[0])
+                        averages.views[layer].copy_(average.value)
 
     def advance(
         self, projected: Tensor, momenta: Sequence[float], present: Sequence[bool], finite: Tensor | None
@@ -199,12 +208,12 @@ class Averages:
         self._decays: Sequence[float] = [0.0] * len(groups)
         for own, average in zip(self.views, before, strict=True):
             if average is not None:
-                own.copy_(average.values[0])
+                own.copy_(average.value)
 
     def averages(self) -> list[Moving | None]:
         """Of each layer; None of those that have none yet."""
         pairs = zip(self.views, self._weights, strict=True)
-        return [Average((view,), weight) if weight else None for view, weight in pairs]
+        return [Moving(view, weight) if weight else None for view, weight in pairs]
 
     def count(self, decays: Sequence[float], present: Sequence[bool]) -> float | Tensor:
         """Count one more value of each layer that is present: its share in the new average, 0 of the others."""

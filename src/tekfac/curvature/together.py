@@ -7,6 +7,7 @@ group by group, so that many such layers take the time of one.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -39,11 +40,15 @@ def alike(
             batch.num_terms,
             layers[name].dtype,
             layers[name].weight.device,
-            old[name].moments.weight,
-            None if theta is None else theta.weight,
+            _weights(old[name].moments),
+            None if theta is None else _weights(theta),
         )
         found.setdefault(key, []).append(name)
     return [names for names in found.values() if len(names) > 1]
+
+
+def _weights(average: Average[Any]) -> tuple[float, float]:
+    return average.weight, average.squares
 
 
 def _is_tiny(layer: Layer) -> bool:
@@ -97,10 +102,10 @@ def _joined(curvatures: Sequence[LayerCurvature]) -> LayerCurvature:
     theta = None
     if first.theta is not None:
         thetas = [curvature.theta.values for curvature in curvatures if curvature.theta is not None]
-        theta = Average((torch.cat([value for (value,) in thetas]),), first.theta.weight)
+        theta = first.theta.holding((torch.cat([value for (value,) in thetas]),))
     moments = KroneckerFactors(*_cat([curvature.moments.values for curvature in curvatures]))
     basis = Eigenbasis(*_cat([curvature.basis for curvature in curvatures]))
-    return LayerCurvature(Average(moments, first.moments.weight), basis, theta)
+    return LayerCurvature(first.moments.holding(moments), basis, theta)
 
 
 def _cat(values: Sequence[tuple[Tensor, ...]]) -> list[Tensor]:
@@ -114,9 +119,9 @@ def _separated(whole: LayerCurvature, groups: list[int], failures: list[int]) ->
     thetas = [None] * len(groups) if whole.theta is None else _split(whole.theta.values, groups)
     return [
         LayerCurvature(
-            Average(KroneckerFactors(*own_moments), whole.moments.weight),
+            whole.moments.holding(KroneckerFactors(*own_moments)),
             Eigenbasis(*own_basis),
-            None if own_theta is None or whole.theta is None else Average((own_theta[0],), whole.theta.weight),
+            None if own_theta is None or whole.theta is None else whole.theta.holding((own_theta[0],)),
             failed,
         )
         for own_moments, own_basis, own_theta, failed in zip(moments, bases, thetas, failures, strict=True)

@@ -68,7 +68,7 @@ class NaturalGradient(Optimizer):
         self,
         model: nn.Module,
         lr: float = 3e-3,
-        momentum: float = 0.95,
+        momentum: float = 0.9,
         weight_decay: float = 0.0,
         *,
         # the step
@@ -82,9 +82,10 @@ class NaturalGradient(Optimizer):
         trace_floor: float | None = None,
         beta: BetaReading | None = None,
         # curvature
-        factors_every: int = 10,
-        basis_every: int = 10,
+        factors_every: int = 50,
+        basis_every: int = 50,
         rescaling_every: int | None = None,
+        interval_growth: float | None = 0.1,
         factor_decay: float = 0.95,
         rescaling_decay: float | None = None,
         decay_per: DecayPer = "step",
@@ -142,13 +143,15 @@ class NaturalGradient(Optimizer):
                 or "convolution"; None: "add". A name asks for that damping. KFAC and EKFAC have none.
             factors_every: steps between updates of the factors.
             basis_every: steps between eigendecompositions.
-            rescaling_every: steps between updates of Theta, where it is measured; None: 10. KFAC and TKFAC have
+            rescaling_every: steps between updates of Theta, where it is measured; None: 50. KFAC and TKFAC have
                 none.
+            interval_growth: these intervals are shorter at first: at most this share of the steps so far, so
+                that the first steps all measure; None: they are what they are from the first step on.
             factor_decay: weight of the past in the factors' running averages, in [0, 1).
             rescaling_decay: weight of the past in the running average of second moments, in [0, 1); None: 0.95.
                 KFAC and TKFAC have none unless it is moving.
-            decay_per: whether decays are per "step", so that intervals do not change how long the past counts,
-                or per "update".
+            decay_per: whether decays are per "step", so that intervals do not change how long the past counts
+                (more than ten steps count as ten), or per "update".
             sharing: of weights over positions: "exact" (TKFAC and TEKFAC only), "expand" or "reduce"; "auto":
                 "exact" where there is one, else "expand".
             averaging: of raw "moments", or of the normalised "factors"; None: "moments". KFAC and EKFAC have
@@ -205,8 +208,9 @@ class NaturalGradient(Optimizer):
             factors=self.method.factors,
             rescaling=PRODUCT if settings.is_moving else self.method.rescaling,
             sharing=settings.sharing,
-            factor_decay=settings.factor_decay_per_update,
-            rescaling_decay=settings.rescaling_decay_per_update,
+            factor_decay=settings.factor_decay,
+            rescaling_decay=settings.rescaling_decay,
+            decays_per_step=settings.decay_per == "step",
             averaging=settings.averaging,
             memory_budget=settings.memory_budget,
             basis_tolerance=settings.basis_tolerance,
@@ -216,7 +220,7 @@ class NaturalGradient(Optimizer):
         self._recipe = recipe
         self._form = StepForm(
             power=settings.power,
-            moving_decay=settings.rescaling_decay_per_update if settings.is_moving else None,
+            moving_decay=settings.rescaling_decay if settings.is_moving else None,
             entrywise=self.method.rescaling.measured,
             momentum_before=settings.momentum_at == "before",
             nesterov=settings.nesterov,
@@ -466,11 +470,10 @@ class NaturalGradient(Optimizer):
 
     def _measurements(self) -> dict[str, float]:
         """As many as the running averages of each layer hold, as far as noise is concerned."""
-        of_factors, of_theta = self._recipe.factor_decay, self._recipe.rescaling_decay
         return {
             name: min(
-                block.moments.measurements(of_factors),
-                math.inf if block.theta is None else block.theta.measurements(of_theta),
+                block.moments.measurements,
+                math.inf if block.theta is None else block.theta.measurements,
             )
             for name, block in self._network.blocks.items()
         }
@@ -482,7 +485,7 @@ class NaturalGradient(Optimizer):
     def _new_schedule(self) -> Schedule:
         settings = self._settings
         rescaling = settings.rescaling_every if self._recipe.rescaling.measured else None
-        intervals = Intervals(settings.factors_every, settings.basis_every, rescaling)
+        intervals = Intervals(settings.factors_every, settings.basis_every, rescaling, settings.interval_growth)
         return Schedule(intervals, self._layers, by_turns=self._by_turns or False)
 
     def _decide_on_turns(self) -> None:
@@ -665,7 +668,7 @@ class NaturalGradient(Optimizer):
     @property
     def steps_since_refresh(self) -> int:
         """Steps taken since a refresh of the eigenbasis was last due (its staleness)."""
-        return (self._num_steps - 1) % self._settings.basis_every if self._num_steps else 0
+        return self._schedule.steps_since_refresh(self._num_steps - 1) if self._num_steps else 0
 
     @property
     def curvature_seconds(self) -> float:

@@ -1,14 +1,17 @@
-"""Which layers are refreshed at which step: all at once, or by turns.
+"""Which layers are refreshed at which step: often at first, then at intervals; all at once, or by turns.
 
-By turns every layer keeps its interval but has a step of its own to begin with, chosen so that no step has much
-more to do than another. It follows from the layers and the settings alone: nothing of it has to be saved.
+A network changes fastest in its first steps, so that intervals begin with one step and grow with the number of
+steps. By turns every layer keeps its interval but has a step of its own in it, chosen so that no step has much
+more to do than another. All of it follows from the layers and the settings: nothing has to be saved.
 """
 
 from __future__ import annotations
 
 import heapq
+from bisect import bisect_right
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 
 from tekfac.curvature.layer_curvature import NOTHING, Due
 from tekfac.layers.layer import Layer
@@ -24,25 +27,58 @@ SAMPLES = 16
 
 
 @dataclass(frozen=True)
+class Clock:
+    """The times at which something is done: often at first, in the end at multiples of an interval.
+
+    Attributes:
+        every: the interval.
+        growth: intervals before are this share of the steps so far, at least one step; None: none are shorter.
+    """
+
+    every: int
+    growth: float | None = None
+
+    @cached_property
+    def early(self) -> list[int]:
+        """The times before those that are multiples of the interval, and 0, the first."""
+        times = [0]
+        while self.growth is not None and (interval := max(1, int(self.growth * times[-1]))) < self.every:
+            times.append(times[-1] + interval)
+        while len(times) > 1 and -times[-1] % self.every < times[-1] - times[-2]:  # no shorter one in between
+            times.pop()
+        return times
+
+    def latest(self, step: int) -> int:
+        """The last time up to a step."""
+        multiple = step - step % self.every
+        return multiple if multiple > self.early[-1] else self.early[bisect_right(self.early, step) - 1]
+
+    def following(self, time: int) -> int:
+        """The first one after a time."""
+        place = bisect_right(self.early, time)
+        return self.early[place] if place < len(self.early) else time - time % self.every + self.every
+
+
+@dataclass(frozen=True)
 class Intervals:
-    """Steps between updates; `rescaling` is None for a method that measures none."""
+    """Steps between updates; `rescaling` is None for a method that measures none.
+
+    Attributes:
+        factors: of the factors.
+        basis: of the eigenbasis.
+        rescaling: of Theta.
+        growth: of all of them, at first (see Clock).
+    """
 
     factors: int
     basis: int
     rescaling: int | None
+    growth: float | None = None
 
     @property
     def shortest(self) -> int:
         """As many turns there are."""
         return min(self.factors, self.basis, self.rescaling or self.factors)
-
-    def due(self, steps: int) -> Due:
-        """What is due so many steps after a layer's turn."""
-        return Due(
-            factors=steps % self.factors == 0,
-            basis=steps % self.basis == 0,
-            rescaling=self.rescaling is not None and steps % self.rescaling == 0,
-        )
 
 
 class Schedule:
@@ -53,18 +89,55 @@ class Schedule:
     """
 
     def __init__(self, intervals: Intervals, layers: Mapping[str, Layer], *, by_turns: bool) -> None:
-        self._intervals = intervals
+        self._factors, self._basis, self._round = (
+            Clock(every, intervals.growth) for every in (intervals.factors, intervals.basis, intervals.shortest)
+        )
+        self._rescaling = None if intervals.rescaling is None else Clock(intervals.rescaling, intervals.growth)
         costs = {name: cost_of_refresh(layer) for name, layer in layers.items()}
         self.turns = balanced(costs, intervals.shortest if by_turns else 1)
+        self._known: tuple[int, dict[str, Due]] | None = None
 
     def due(self, step: int) -> dict[str, Due]:
         """What Algorithm 1 refreshes at a step, by layer; layers of which nothing is due are left out."""
-        found: dict[str, Due] = {}
-        for turn, names in enumerate(self.turns):
-            due = self._intervals.due(step - turn)
-            if due != NOTHING:
-                found.update(dict.fromkeys(names, due))
-        return found
+        if self._known is None or self._known[0] != step:
+            found: dict[str, Due] = {}
+            for turn, names in enumerate(self.turns):
+                due = self._due(turn, step)
+                if due != NOTHING:
+                    found.update(dict.fromkeys(names, due))
+            self._known = step, found
+        return self._known[1]
+
+    def steps_since_refresh(self, step: int) -> int:
+        """So many steps before a step the eigenbases of the first turn were due."""
+        return step - self._basis.latest(step)
+
+    def _due(self, turn: int, step: int) -> Due:
+        factors, basis, rescaling = (
+            None if clock is None else self._age(clock, turn, step)
+            for clock in (self._factors, self._basis, self._rescaling)
+        )
+        return Due(
+            factors=factors is not None,
+            basis=basis is not None,
+            rescaling=rescaling is not None,
+            age_of_factors=factors or 1,
+            age_of_rescaling=rescaling or 1,
+        )
+
+    def _age(self, clock: Clock, turn: int, step: int) -> int | None:
+        """At a step at which a clock strikes for a turn, the steps since it did so before; else None."""
+        time = clock.latest(step)
+        if self._strikes(time, turn) != step:
+            return None
+        return step - self._strikes(clock.latest(time - 1), turn) if time else 1
+
+    def _strikes(self, time: int, turn: int) -> int:
+        """When a turn's layers do what is done at a time: the turns share what lies before the next one."""
+        if not turn:
+            return time
+        length = self._round.following(time) - self._round.latest(time)
+        return time + turn * length // len(self.turns)
 
 
 def cost_of_refresh(layer: Layer) -> int:

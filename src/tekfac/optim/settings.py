@@ -58,6 +58,9 @@ its best learning rates were higher. See docs/mathematics.md, section 7."""
 DEFAULT_BASIS_TOLERANCE = 0.0
 """Bases are computed anew at every refresh: together with few samples a tolerance has cost accuracy."""
 
+LEAST_GROWTH = 0.001
+"""Of intervals: with less they would be a single step for ever, which an interval of 1 says better."""
+
 OF_SOME_METHODS = ("rescaling_decay", "rescaling_every", "averaging", "trace_floor", "beta")
 """Settings that the other methods refuse; None stands for the default."""
 
@@ -82,9 +85,10 @@ class Settings(Measurement):
     factor_decay: float = 0.95
     rescaling_decay: float = 0.95
     decay_per: DecayPer = "step"
-    factors_every: int = 10
-    basis_every: int = 10
-    rescaling_every: int = 10
+    factors_every: int = 50
+    basis_every: int = 50
+    rescaling_every: int = 50
+    interval_growth: float | None = 0.1
     sharing: str = "exact"
     averaging: Averaging = "moments"
     kl_clip: float | None = None
@@ -107,6 +111,12 @@ class Settings(Measurement):
             _require_decay(name, getattr(self, name))
         for name in ("factors_every", "basis_every", "rescaling_every"):
             require_whole(name, getattr(self, name), "of steps, at least 1")
+        growth = self.interval_growth
+        if growth is not None and (not _is_number(growth) or not LEAST_GROWTH <= growth <= 1):
+            raise ValueError(
+                f"Invalid interval_growth: {growth!r}. Expected a number from {LEAST_GROWTH} to 1, the share "
+                "of the steps so far that an interval has at most, or None for intervals that do not grow."
+            )
         require_choice("beta", self.beta, BETA_READINGS)
         require_choice("averaging", self.averaging, AVERAGINGS)
         require_choice("rescaling", self.rescaling, RESCALINGS)
@@ -160,18 +170,6 @@ class Settings(Measurement):
             return float(self.step_scale)
         is_adaptive = self.is_moving and self.power == 0.5 and self.momentum_at == "before"
         return ADAMWS_LENGTH if is_adaptive else 1.0
-
-    @property
-    def factor_decay_per_update(self) -> float:
-        """The weight of the past when the factors are measured again."""
-        return self.factor_decay if self.decay_per == "update" else self.factor_decay**self.factors_every
-
-    @property
-    def rescaling_decay_per_update(self) -> float:
-        """The weight of the past when Theta is measured again, or second moments move."""
-        if self.decay_per == "update" or self.is_moving:
-            return self.rescaling_decay
-        return self.rescaling_decay**self.rescaling_every
 
 
 NAMES = tuple(field.name for field in fields(Settings))

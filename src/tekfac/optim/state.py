@@ -24,11 +24,11 @@ from tekfac.curvature.averages import Average
 from tekfac.curvature.eigenbasis import Eigenbasis
 from tekfac.curvature.factors import KroneckerFactors
 from tekfac.curvature.layer_curvature import LayerCurvature
-from tekfac.curvature.motion import LayerMotion
+from tekfac.curvature.motion import LayerMotion, Moving
 from tekfac.damping import from_plain, to_plain
 from tekfac.layers.layer import Layer
 
-FORMAT = 3
+FORMAT = 4
 """Raised when a state of the version before can no longer be read."""
 
 OF_LAYERS = ("curvature", "motion")
@@ -215,12 +215,16 @@ class SavedState:
 def _curvature_to_plain(curvature: LayerCurvature) -> dict[str, Any]:
     basis = curvature.basis._replace(scale=curvature.basis.scale.clone())  # may be the moments' own
     plain = {
-        "moments": {**curvature.moments.values._asdict(), "weight": curvature.moments.weight},
+        "moments": {**curvature.moments.values._asdict(), **_weights(curvature.moments)},
         "basis": basis._asdict(),
         "failed_refreshes": curvature.failed_refreshes,
     }
     theta = curvature.theta
-    return plain if theta is None else {**plain, "theta": {"value": theta.values[0], "weight": theta.weight}}
+    return plain if theta is None else {**plain, "theta": {"value": theta.values[0], **_weights(theta)}}
+
+
+def _weights(average: Average[Any]) -> dict[str, float]:
+    return {"weight": average.weight, "squares": average.squares}
 
 
 def _curvature_from_plain(plain: Mapping[str, Any], device: torch.device) -> LayerCurvature:
@@ -230,26 +234,22 @@ def _curvature_from_plain(plain: Mapping[str, Any], device: torch.device) -> Lay
         return tensor.to(device, copy=True)
 
     moments, theta = dict(plain["moments"]), plain.get("theta")
-    weight = moments.pop("weight")
+    weight, squares = moments.pop("weight"), moments.pop("squares")
     return LayerCurvature(
-        Average(KroneckerFactors(**{key: copy(value) for key, value in moments.items()}), weight),
+        Average(KroneckerFactors(**{key: copy(value) for key, value in moments.items()}), weight, squares),
         Eigenbasis(**{key: copy(value) for key, value in plain["basis"].items()}),
-        None if theta is None else Average((copy(theta["value"]),), theta["weight"]),
+        None if theta is None else Average((copy(theta["value"]),), theta["weight"], theta["squares"]),
         plain["failed_refreshes"],
     )
 
 
 def _motion_to_plain(motion: LayerMotion) -> dict[str, Any]:
-    return {
-        name: {"value": average.values[0], "weight": average.weight}
-        for name, average in motion._asdict().items()
-        if average is not None
-    }
+    return {name: average._asdict() for name, average in motion._asdict().items() if average is not None}
 
 
 def _motion_from_plain(plain: Mapping[str, Any], device: torch.device) -> LayerMotion:
     first, second = (
-        Average((own["value"].to(device, copy=True),), own["weight"]) if own is not None else None
+        Moving(own["value"].to(device, copy=True), own["weight"]) if own is not None else None
         for own in (plain.get("first"), plain.get("second"))
     )
     return LayerMotion(first, second)

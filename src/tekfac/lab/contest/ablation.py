@@ -32,7 +32,12 @@ VARIANTS: Mapping[str, Entry] = {
     "factors of a shorter past": Entry("tekfac", LR, {"factor_decay": 0.8}),
     "factors of a longer past": Entry("tekfac", LR, {"factor_decay": 0.99}),
     "squares of a longer past": Entry("tekfac", LR, {"rescaling_decay": 0.99}),
-    "measured every 50": Entry("tekfac", LR, {"factors_every": 50, "basis_every": 50}),
+    "momentum of a longer past": Entry("tekfac", LR, {"momentum": 0.95}),
+    "intervals of ten, in the end": Entry("tekfac", LR, {"factors_every": 10, "basis_every": 10}),
+    "intervals of ten from the start": Entry(
+        "tekfac", LR, {"factors_every": 10, "basis_every": 10, "interval_growth": None}
+    ),
+    "intervals of fifty from the start": Entry("tekfac", LR, {"interval_growth": None}),
     "tracked bases": Entry("tekfac", LR, {"track_basis": True}),
     "blocks of norms": Entry("tekfac", LR, {"precondition_norms": True}),
     "large sides whole": Entry("tekfac", LR, {"max_dim": 800}),
