@@ -93,7 +93,9 @@ every_fisher = pytest.mark.parametrize("fisher", FISHERS)
 
 def trained(method: type[NaturalGradient], model: nn.Module, fisher: Any) -> Any:
     """Parameters and state after four steps, two of which measure."""
-    optimizer = method(model, lr=0.05, damping=0.1, seed=0, fisher=fisher, factors_every=2, basis_every=2)
+    optimizer = method(
+        model, lr=0.05, damping=0.1, seed=0, fisher=fisher, interval_growth=None, factors_every=2, basis_every=2
+    )
     torch.manual_seed(1)  # for dropout
     train(model, optimizer, vectors(4))
     assert set(optimizer.curvature) == LAYERS
@@ -182,7 +184,9 @@ def test_convolutions_in_a_segment_are_measured_alike(fisher: Any) -> None:
     states = []
     for saving in (False, True):
         model = Convolutional(saving)
-        optimizer = TEKFAC(model, lr=0.05, damping=0.1, seed=0, fisher=fisher, factors_every=2)
+        optimizer = TEKFAC(
+            model, lr=0.05, damping=0.1, seed=0, fisher=fisher, interval_growth=None, factors_every=2
+        )
         train(model, optimizer, images(3))
         assert set(optimizer.curvature) == {"first", "body.1", "body.3", "head"}
         states.append(everything(model, optimizer))

@@ -135,7 +135,16 @@ def assert_steps(
         **settings,
     }
     stretch = STRETCH if form.get("power", 0.5) == 0.5 and form.get("momentum_at") != "after" else 1.0
-    optimizer = method(model, lr=LR, damping=Relative(SHARE), basis_every=2, factors_every=2, seed=0, **form)
+    optimizer = method(
+        model,
+        lr=LR,
+        damping=Relative(SHARE),
+        interval_growth=None,
+        basis_every=2,
+        factors_every=2,
+        seed=0,
+        **form,
+    )
     references: dict[tuple[str, int], Reference] = {}
     velocities: dict[str, Tensor] = {}
     for batch in batches:
@@ -203,7 +212,9 @@ def test_the_reference_notices_moments_that_stay_behind_when_the_basis_turns(
 
 def run_with_scaled_loss(method: type[NaturalGradient], scale: float, dtype: torch.dtype) -> list[Tensor]:
     model = cnn(dtype=dtype)
-    optimizer = method(model, lr=0.01, first_order=["4.bias"], factors_every=3, basis_every=3)
+    optimizer = method(
+        model, lr=0.01, first_order=["4.bias"], interval_growth=None, factors_every=3, basis_every=3
+    )
     train(model, optimizer, images(12, dtype=dtype), lambda out, y: scale * F.cross_entropy(out, y))
     return [parameter.detach() for parameter in model.parameters()]
 
@@ -332,7 +343,7 @@ def test_what_was_gathered_follows_a_layer_when_others_come_and_go() -> None:
     data = vectors(6, d_in=4, classes=4)
     ends = []
     for model in (frozen, never):
-        optimizer = TEKFAC(model, lr=0.01, factors_every=2, basis_every=2, seed=0)
+        optimizer = TEKFAC(model, lr=0.01, interval_growth=None, factors_every=2, basis_every=2, seed=0)
         train(model, optimizer, data[:3])
         if model is frozen:
             model[0].requires_grad_(False)

@@ -29,7 +29,10 @@ def closure_of(model: nn.Module, optimizer: torch.optim.Optimizer, batch: Batch)
 def test_steps_with_a_closure_are_the_steps_without(method: type[NaturalGradient]) -> None:
     data = vectors(5)
     plain, closed = mlp(), mlp()
-    first, second = (method(m, lr=0.05, factors_every=2, basis_every=2, seed=3) for m in (plain, closed))
+    first, second = (
+        method(m, lr=0.05, interval_growth=None, factors_every=2, basis_every=2, seed=3)
+        for m in (plain, closed)
+    )
     train(plain, first, data)
     for batch in data:
         second.step(closure_of(closed, second, batch))

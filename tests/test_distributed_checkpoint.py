@@ -22,7 +22,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWa
 
 def start(method: type[NaturalGradient], seed: int) -> tuple[nn.Module, NaturalGradient]:
     model = cnn(seed=seed)
-    return model, method(model, lr=0.05, seed=seed, factors_every=2, basis_every=4)
+    return model, method(model, lr=0.05, seed=seed, interval_growth=None, factors_every=2, basis_every=4)
 
 
 @pytest.mark.parametrize("method", METHODS)

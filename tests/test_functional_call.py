@@ -62,7 +62,9 @@ def trained(
 ) -> Any:
     """Parameters and state after four steps, two of which measure."""
     model = build()
-    optimizer = method(model, lr=0.05, damping=0.1, seed=0, fisher=fisher, factors_every=2, basis_every=2)
+    optimizer = method(
+        model, lr=0.05, damping=0.1, seed=0, fisher=fisher, interval_growth=None, factors_every=2, basis_every=2
+    )
     for x, y in data(4):
         optimizer.zero_grad()
         F.cross_entropy(forward(model, x), y).backward()
@@ -133,7 +135,9 @@ def test_foreign_tensors_leave_no_trace(when: str, foreign: str, fisher: Any) ->
     states = []
     for looks in (False, True):
         model = mlp()
-        optimizer = TEKFAC(model, lr=0.05, damping=0.1, seed=0, fisher=fisher, factors_every=2)
+        optimizer = TEKFAC(
+            model, lr=0.05, damping=0.1, seed=0, fisher=fisher, interval_growth=None, factors_every=2
+        )
         other = vectors(1, seed=9)[0]
         for x, y in vectors(4):
             optimizer.zero_grad()
@@ -191,7 +195,7 @@ def test_transforms_over_functional_call_work_and_leave_no_trace(transform: str)
     states = []
     for looks in (False, True):
         model = mlp()
-        optimizer = TEKFAC(model, lr=0.05, damping=0.1, seed=0, factors_every=2)
+        optimizer = TEKFAC(model, lr=0.05, damping=0.1, seed=0, interval_growth=None, factors_every=2)
         if looks:
             assert_identical(TRANSFORMS[transform](model, x, y), expected)
         for batch in vectors(3):

@@ -19,7 +19,14 @@ from training import Batch, assert_identical, everything, mlp, vectors
 
 RTOL = 1e-5  # float32; scales are powers of two, so nothing but an overflow could make a difference
 FISHERS = ("sampled", "exact", "empirical")
-SETTINGS: dict[str, Any] = {"lr": 0.05, "damping": 0.1, "seed": 0, "factors_every": 2, "basis_every": 2}
+SETTINGS: dict[str, Any] = {
+    "lr": 0.05,
+    "damping": 0.1,
+    "seed": 0,
+    "interval_growth": None,
+    "factors_every": 2,
+    "basis_every": 2,
+}
 
 every_fisher = pytest.mark.parametrize("fisher", FISHERS)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -11,18 +12,19 @@ from torch import nn
 from dense import statistics
 from tekfac import TEKFAC, TKFAC
 from tekfac.optim.natural_gradient import NaturalGradient
-from tekfac.optim.schedule import Clock, Intervals, Schedule
+from tekfac.optim.schedule import Clock, Intervals, Schedule, balanced, mixed
 from training import assert_identical, everything, mlp, train, vectors
 
 SIZES = (5, 9, 7, 6, 4, 3)
+MANY = (5, 9, 7, 6, 4, 5, 6, 7, 8, 9, 8, 7, 3)
 
 
 def times(clock: Clock, steps: int) -> list[int]:
     return sorted({clock.latest(step) for step in range(steps)})
 
 
-def start(**settings: Any) -> tuple[nn.Module, NaturalGradient]:
-    model = mlp(sizes=SIZES)
+def start(sizes: Sequence[int] = SIZES, **settings: Any) -> tuple[nn.Module, NaturalGradient]:
+    model = mlp(sizes=sizes)
     return model, TEKFAC(model, **{"seed": 0, "lr": 1e-3, **settings})
 
 
@@ -41,8 +43,8 @@ def test_intervals_are_a_share_of_the_steps_so_far_and_no_longer_than_asked(ever
     assert late
     assert all(time % every == 0 for time in late)
     assert all(after - before == every for before, after in pairwise(late))
-    if len(early) > 1:  # where both meet, no interval is shorter than the one before, or twice as long as asked
-        assert early[-1] - early[-2] <= late[0] - early[-1] < 2 * every
+    if len(early) > 1:  # where both meet, no interval is shorter than the one before, or longer than asked
+        assert early[-1] - early[-2] <= late[0] - early[-1] <= every
 
 
 def test_the_first_of_the_default() -> None:
@@ -65,23 +67,61 @@ def test_what_follows_a_time_is_the_next_of_them(clock: Clock) -> None:
 # -- the plan ------------------------------------------------------------------------------------------
 
 
+INTERVALS = [
+    (10, 10, None),
+    (5, 10, 10),
+    (4, 12, 6),
+    (50, 50, None),
+    (10, 50, None),
+    (50, 10, None),
+    (25, 50, 7),
+]
+
+
+@pytest.mark.parametrize("growth", [None, 0.05, 0.1, 0.2])
 @pytest.mark.parametrize("by_turns", [False, True])
-@pytest.mark.parametrize("intervals", [(10, 10, None), (5, 10, 10), (4, 12, 6), (50, 50, None)])
-def test_every_layer_is_refreshed_as_often_as_the_clock_strikes_and_told_since_when(
-    intervals: tuple[int, int, int | None], by_turns: bool
+@pytest.mark.parametrize("intervals", INTERVALS)
+def test_every_layer_is_refreshed_as_often_as_asked_and_told_since_when(
+    intervals: tuple[int, int, int | None], by_turns: bool, growth: float | None
 ) -> None:
-    _, optimizer = start()
-    schedule = Schedule(Intervals(*intervals, growth=0.2), optimizer._layers, by_turns=by_turns)
-    last: dict[str, int] = {}
-    counts = dict.fromkeys(optimizer._layers, 0)
-    for step in range(200):
-        for name, due in schedule.due(step).items():
-            if due.factors:
-                assert due.age_of_factors == step - last.get(name, step - 1)
-                last[name] = step
-                counts[name] += 1
-    whole = len(times(Clock(intervals[0], 0.2), 200))
-    assert all(whole - 1 <= count <= whole for count in counts.values())  # a turn may come after the end
+    _, optimizer = start(sizes=MANY)
+    schedule = Schedule(Intervals(*intervals, growth=growth), optimizer._layers, by_turns=by_turns)
+    dues = [schedule.due(step) for step in range(1300)]
+    for part, every in zip(("factors", "basis", "rescaling"), intervals, strict=True):
+        for name in optimizer._layers:
+            own = {step: due[name] for step, due in enumerate(dues) if name in due and getattr(due[name], part)}
+            if every is None:
+                assert not own
+                continue
+            ages = {after: after - before for before, after in pairwise([0, *(step for step in own if step)])}
+            assert max(ages.values()) < 2 * every
+            assert all(ages[step] == every for step in ages if step > 1260)
+            if part != "basis":
+                assert {step: getattr(due, f"age_of_{part}") for step, due in own.items() if step} == ages
+            if growth is not None:  # all of the first steps, and as many as the clock has
+                assert {*range(min(every, 10))} <= own.keys() | {0}
+                assert len(own) >= len(times(Clock(every, growth), 1250)) * 0.6
+
+
+@pytest.mark.parametrize("intervals", [(10, 50, None), (10, 20, 40), (4, 12, 8)])
+def test_bases_are_renewed_when_factors_are(intervals: tuple[int, int, int | None]) -> None:
+    _, optimizer = start(sizes=MANY)
+    schedule = Schedule(Intervals(*intervals, growth=0.1), optimizer._layers, by_turns=True)
+    for step in range(600):
+        assert all(due.factors for due in schedule.due(step).values() if due.basis or due.rescaling)
+
+
+def test_a_short_round_has_dear_and_cheap_layers_at_every_step() -> None:
+    """Turns that come together are not the dearest ones."""
+    costs = {str(i): cost for i, cost in enumerate([1000] * 8 + [200] * 6 + [40] * 6 + [5] * 6)}
+    turns = mixed(balanced(costs, 50))
+    assert sorted(turns) == sorted([name] for name in costs)
+    assert turns[0] == ["0"]
+    for length in (2, 4, 8):
+        loads = [0] * length
+        for turn, (name,) in enumerate(turns):
+            loads[turn * length // len(turns)] += costs[name]
+        assert max(loads) <= sum(costs.values()) / length + 1000
 
 
 def test_turns_share_what_lies_before_the_next_round() -> None:
@@ -119,8 +159,7 @@ def test_staleness_follows_the_clock() -> None:
     for batch in vectors(14):
         train(model, optimizer, [batch])
         found.append(optimizer.steps_since_refresh)
-    clock = Clock(4, 0.5)
-    assert found == [step - clock.latest(step) for step in range(14)]
+    assert found == [0, 0, 0, 0, 0, 1, 0, 1, 2, 0, 1, 2, 0, 1]  # due at 0 to 4, 6, 9, 12
 
 
 @pytest.mark.parametrize("stop", [1, 4, 9, 13])

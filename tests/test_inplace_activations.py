@@ -41,7 +41,16 @@ def test_in_place_activations_train_as_the_others_do(method: type[NaturalGradien
     runs = []
     for in_place in (False, True):
         model = Activated(in_place)
-        optimizer = method(model, lr=0.05, damping=0.1, factors_every=2, basis_every=2, fisher=fisher, seed=0)
+        optimizer = method(
+            model,
+            lr=0.05,
+            damping=0.1,
+            interval_growth=None,
+            factors_every=2,
+            basis_every=2,
+            fisher=fisher,
+            seed=0,
+        )
         train(model, optimizer, images(4))
         runs.append(everything(model, optimizer))
     assert_identical(*runs)

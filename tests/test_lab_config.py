@@ -117,10 +117,10 @@ def test_a_grid_is_every_combination_and_several_grids_are_put_together() -> Non
     ]
 
 
-def test_a_point_reaches_into_the_options_and_nothing_removes_one() -> None:
+def test_a_point_reaches_into_the_options_and_none_is_a_value_like_others() -> None:
     plain = RunConfig(options={"kl_clip": 1e-3, "damping": 0.1}).plain()
     new = applied(plain, {"options.kl_clip": None, "options.damping": 0.2, "epochs": 3})
-    assert (new["options"], new["epochs"]) == ({"damping": 0.2}, 3)
+    assert (new["options"], new["epochs"]) == ({"kl_clip": None, "damping": 0.2}, 3)
     assert plain["options"] == {"kl_clip": 1e-3, "damping": 0.1}
 
 
@@ -234,3 +234,28 @@ def test_every_point_makes_an_optimizer(name: str, points: Any) -> None:
 
 def test_the_methods_of_the_table_are_the_natural_ones() -> None:
     assert list(NATURAL) == ["kfac", "ekfac", "tkfac", "tekfac"]
+
+
+@pytest.mark.parametrize("name", NATURAL)
+def test_the_lab_has_the_presets_as_they_are(name: str) -> None:
+    """Also what they leave out on purpose: None is not always the default."""
+    from tekfac.lab import models, optimizers
+
+    model = models.build("mlp", channels=1, classes=10, size=8)
+    presets = {
+        "paper": recipes.in_the_paper(name),
+        "natural": {"optimizer": name, **recipes.naturally(name, 50)},
+    }
+    for preset, point in presets.items():
+        made: Any = optimizers.build(recipes.config(recipes.digits(), point), model)
+        expected = getattr(NATURAL[name], preset)(model, seed=0)
+        assert made._settings == replace(expected._settings, seed=made._settings.seed)
+        group, wanted = made.param_groups[0], expected.param_groups[0]
+        assert all(group[key] == wanted[key] for key in ("lr", "momentum", "weight_decay", "damping"))
+
+
+def test_toml_has_a_word_for_none(tmp_path: Path) -> None:
+    path = tmp_path / "run.toml"
+    path.write_text('optimizer = "tekfac"\n[options]\ninterval_growth = "None"\ngrid = [["None", 1]]\n')
+    plain = read_plain(path)
+    assert plain == {"optimizer": "tekfac", "options": {"interval_growth": None, "grid": [[None, 1]]}}

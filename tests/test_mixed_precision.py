@@ -246,7 +246,7 @@ def test_a_step_inside_autocast_is_that_outside() -> None:
     states = []
     for inside in (False, True):
         model = classifier()
-        optimizer = TEKFAC(model, lr=0.01, seed=0, factors_every=2)
+        optimizer = TEKFAC(model, lr=0.01, seed=0, interval_growth=None, factors_every=2)
         for x, y in data(3):
             optimizer.zero_grad()
             with torch.autocast("cpu", dtype=torch.bfloat16):
@@ -276,7 +276,7 @@ def test_a_backward_pass_inside_autocast_is_measured_near_that_outside() -> None
 
 # -- state -----------------------------------------------------------------------------------------------
 
-RESUMED = {"lr": 0.01, "seed": 0, "factors_every": 2, "basis_every": 2}
+RESUMED = {"lr": 0.01, "seed": 0, "interval_growth": None, "factors_every": 2, "basis_every": 2}
 
 
 @pytest.mark.parametrize("fisher", ["sampled", "empirical", "exact"])

@@ -29,7 +29,7 @@ from training import (
 )
 
 NAN, INFINITY = float("nan"), float("inf")
-INTERVALS = {"factors_every": 2, "basis_every": 4}
+INTERVALS = {"interval_growth": None, "factors_every": 2, "basis_every": 4}
 BAD = vectors(1, seed=55)[0]
 
 SKIPPED = ".optimizer.param_groups[0].tekfac.skipped_steps"
@@ -125,7 +125,9 @@ def test_later_steps_are_as_if_the_bad_ones_had_not_been(
 @pytest.mark.parametrize("poison", POISONS)
 def test_a_bad_step_changes_nothing_but_the_count(poison: str, step: str) -> None:
     model = mlp()
-    optimizer = maker(TEKFAC, step)(model, lr=0.05, factors_every=2, basis_every=2, weight_decay=0.1)
+    optimizer = maker(TEKFAC, step)(
+        model, lr=0.05, interval_growth=None, factors_every=2, basis_every=2, weight_decay=0.1
+    )
     train(model, optimizer, vectors(1))
     for _ in range(3):
         before = everything(model, optimizer)
@@ -227,7 +229,7 @@ def test_gradients_dropped_by_the_user_take_their_statistics_with_them() -> None
 
     def steps(disturbed: bool) -> Any:
         model = mlp()
-        optimizer = TEKFAC(model, lr=0.05, seed=0, factors_every=2, basis_every=2)
+        optimizer = TEKFAC(model, lr=0.05, seed=0, interval_growth=None, factors_every=2, basis_every=2)
         for batch in vectors(4):
             if disturbed:
                 for bad in (BAD, (BAD[0] * NAN, BAD[1])):

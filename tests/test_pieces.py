@@ -51,7 +51,7 @@ def trained(method: type[TEKFAC], preset: str, **settings: Any) -> list[Tensor]:
         nn.Linear(9, 9),
     ).double()
     make = method if preset == "default" else getattr(method, preset)
-    optimizer = make(model, **{"factors_every": 2, "basis_every": 2, **settings})
+    optimizer = make(model, **{"interval_growth": None, "factors_every": 2, "basis_every": 2, **settings})
     for step in range(6):
         x, y = torch.randn(100, 4, 5, dtype=torch.float64), torch.randint(9, (100,))
         optimizer.zero_grad()

@@ -43,7 +43,7 @@ def start(
 ) -> Run:
     """A model, its optimizer with short intervals, and a scheduler that moves at every step."""
     model = cnn(seed=seed, dtype=torch.float32)
-    intervals = {"factors_every": 3, "basis_every": CYCLE}
+    intervals = {"interval_growth": None, "factors_every": 3, "basis_every": CYCLE}
     if step == "natural" and method.method.rescaling.measured:
         intervals["rescaling_every"] = 3
     torch.manual_seed(seed)
@@ -154,7 +154,9 @@ def test_a_state_loaded_into_a_used_optimizer_replaces_all_it_had() -> None:
     """As when a diverged run goes back to its last good checkpoint."""
     data = images(8)
     run, other = (cnn(), cnn(seed=5))
-    optimizer, used = (TEKFAC(m, lr=0.05, factors_every=2, basis_every=4) for m in (run, other))
+    optimizer, used = (
+        TEKFAC(m, lr=0.05, interval_growth=None, factors_every=2, basis_every=4) for m in (run, other)
+    )
     train(run, optimizer, data[:4])
     saved = copied([run.state_dict(), optimizer.state_dict()])
     train(other, used, images(7, seed=9))

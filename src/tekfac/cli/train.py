@@ -61,9 +61,11 @@ OPTIONS = {
     "damping": "added to the re-scaling (default: a share of its mean; the paper's rule with its recipe)",
     "trace_floor": "vartheta of the paper's damping, which this asks for (default: another damping)",
     "kl_clip": "bound on lr^2 g.Pg, for --option momentum_at=after (default: none)",
-    "factors_every": f"steps between updates of the factors (default: {Settings.factors_every})",
-    "basis_every": f"steps between eigendecompositions (default: {Settings.basis_every})",
-    "rescaling_every": f"steps between updates of a measured Theta (default: {Settings.rescaling_every})",
+    "factors_every": f"steps between updates of the factors, in the end (default: {Settings.factors_every}; "
+    "--option interval_growth=None: from the first step on)",
+    "basis_every": f"steps between eigendecompositions, in the end (default: {Settings.basis_every})",
+    "rescaling_every": "steps between updates of a measured Theta, in the end "
+    f"(default: {Settings.rescaling_every})",
 }
 """Settings of all optimizers, and of natural-gradient methods, that have arguments of their own; their help."""
 

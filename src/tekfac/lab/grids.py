@@ -165,8 +165,6 @@ def applied(plain: Mapping[str, Any], point: Point) -> dict[str, Any]:
         outer, _, inner = key.partition(".")
         if inner and outer in NESTED:
             result[outer] = {**result[outer], inner: value}
-            if value is None:
-                del result[outer][inner]
         else:
             result[key] = value
     return result

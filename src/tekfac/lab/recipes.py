@@ -6,6 +6,7 @@ with its settings. Settings that the paper names are in paper.py; those it does 
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -117,10 +118,13 @@ def clipped(optimizer: str, lr: float) -> Point:
 
 
 def _as_point(settings: Mapping[str, Any]) -> Point:
-    """Settings of a method as a config has them; those that are None by default stay so."""
+    """Settings of a method as a config has them; those that are None by default are left out."""
     outer = ("lr", "momentum", "weight_decay")
+    defaults = inspect.signature(NATURAL["tekfac"]).parameters
     return {
-        key if key in outer else f"options.{key}": value for key, value in settings.items() if value is not None
+        key if key in outer else f"options.{key}": value
+        for key, value in settings.items()
+        if value is not None or defaults[key].default is not None
     }
 
 

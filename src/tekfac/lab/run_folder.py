@@ -293,7 +293,7 @@ def read_plain(path: Path) -> dict[str, Any]:
         path = RunFolder(path).file
     if path.suffix == ".toml":
         try:
-            plain: Any = tomllib.loads(path.read_text(encoding="utf-8"))
+            plain: Any = _with_none(tomllib.loads(path.read_text(encoding="utf-8")))
         except FileNotFoundError as error:
             raise ValueError(f"There is no file {str(path)!r}.") from error
         except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
@@ -305,6 +305,15 @@ def read_plain(path: Path) -> dict[str, Any]:
     if not isinstance(plain, dict):
         raise ValueError(f"{str(path)!r} holds a {type(plain).__name__}. Expected keys and values of a config.")
     return plain
+
+
+def _with_none(value: Any) -> Any:
+    """The same values, with None for the word "None", which TOML has no other way to say."""
+    if isinstance(value, dict):
+        return {key: _with_none(own) for key, own in value.items()}
+    if isinstance(value, list):
+        return [_with_none(own) for own in value]
+    return None if value == "None" else value
 
 
 def _write_tensors(values: Mapping[str, Any], path: Path) -> None:

@@ -141,10 +141,10 @@ class NaturalGradient(Optimizer):
                 number asks for that damping. KFAC and EKFAC have none.
             beta: how the paper's damping treats linear layers beside convolutions: "add", "scale", "scale_all"
                 or "convolution"; None: "add". A name asks for that damping. KFAC and EKFAC have none.
-            factors_every: steps between updates of the factors.
-            basis_every: steps between eigendecompositions.
-            rescaling_every: steps between updates of Theta, where it is measured; None: 50. KFAC and TKFAC have
-                none.
+            factors_every: steps between updates of the factors, in the end.
+            basis_every: steps between eigendecompositions, in the end.
+            rescaling_every: steps between updates of Theta, where it is measured, in the end; None: 50. KFAC
+                and TKFAC have none.
             interval_growth: these intervals are shorter at first: at most this share of the steps so far, so
                 that the first steps all measure; None: they are what they are from the first step on.
             factor_decay: weight of the past in the factors' running averages, in [0, 1).
@@ -667,7 +667,7 @@ class NaturalGradient(Optimizer):
 
     @property
     def steps_since_refresh(self) -> int:
-        """Steps taken since a refresh of the eigenbasis was last due (its staleness)."""
+        """Steps taken since a refresh of the eigenbasis was last due: by turns, of the first turn's layers."""
         return self._schedule.steps_since_refresh(self._num_steps - 1) if self._num_steps else 0
 
     @property

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import heapq
 from bisect import bisect_right
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -33,20 +33,28 @@ class Clock:
     Attributes:
         every: the interval.
         growth: intervals before are this share of the steps so far, at least one step; None: none are shorter.
+        rounds: a clock of a shorter interval, at whose times the early ones of this clock are.
     """
 
     every: int
     growth: float | None = None
+    rounds: Clock | None = None
 
     @cached_property
     def early(self) -> list[int]:
         """The times before those that are multiples of the interval, and 0, the first."""
         times = [0]
         while self.growth is not None and (interval := max(1, int(self.growth * times[-1]))) < self.every:
-            times.append(times[-1] + interval)
+            times.append(self._in_a_round(times[-1] + interval))
         while len(times) > 1 and -times[-1] % self.every < times[-1] - times[-2]:  # no shorter one in between
             times.pop()
         return times
+
+    def _in_a_round(self, time: int) -> int:
+        """A time, or the next one of the rounds."""
+        if self.rounds is None or self.rounds.latest(time) == time:
+            return time
+        return self.rounds.following(time)
 
     def latest(self, step: int) -> int:
         """The last time up to a step."""
@@ -89,12 +97,13 @@ class Schedule:
     """
 
     def __init__(self, intervals: Intervals, layers: Mapping[str, Layer], *, by_turns: bool) -> None:
-        self._factors, self._basis, self._round = (
-            Clock(every, intervals.growth) for every in (intervals.factors, intervals.basis, intervals.shortest)
+        self._round = Clock(intervals.shortest, intervals.growth)
+        self._factors, self._basis, self._rescaling = (
+            None if every is None else Clock(every, intervals.growth, self._round)
+            for every in (intervals.factors, intervals.basis, intervals.rescaling)
         )
-        self._rescaling = None if intervals.rescaling is None else Clock(intervals.rescaling, intervals.growth)
         costs = {name: cost_of_refresh(layer) for name, layer in layers.items()}
-        self.turns = balanced(costs, intervals.shortest if by_turns else 1)
+        self.turns = mixed(balanced(costs, intervals.shortest if by_turns else 1))
         self._known: tuple[int, dict[str, Due]] | None = None
 
     def due(self, step: int) -> dict[str, Due]:
@@ -110,6 +119,7 @@ class Schedule:
 
     def steps_since_refresh(self, step: int) -> int:
         """So many steps before a step the eigenbases of the first turn were due."""
+        assert self._basis is not None
         return step - self._basis.latest(step)
 
     def _due(self, turn: int, step: int) -> Due:
@@ -128,16 +138,17 @@ class Schedule:
     def _age(self, clock: Clock, turn: int, step: int) -> int | None:
         """At a step at which a clock strikes for a turn, the steps since it did so before; else None."""
         time = clock.latest(step)
-        if self._strikes(time, turn) != step:
+        if self._strikes(clock, time, turn) != step:
             return None
-        return step - self._strikes(clock.latest(time - 1), turn) if time else 1
+        before = self._strikes(clock, clock.latest(time - 1), turn) if time else 0  # when all were measured
+        return max(1, step - before)
 
-    def _strikes(self, time: int, turn: int) -> int:
+    def _strikes(self, clock: Clock, time: int, turn: int) -> int:
         """When a turn's layers do what is done at a time: the turns share what lies before the next one."""
         if not turn:
             return time
         length = self._round.following(time) - self._round.latest(time)
-        return time + turn * length // len(self.turns)
+        return time + turn * min(length, clock.following(time) - time) // len(self.turns)
 
 
 def cost_of_refresh(layer: Layer) -> int:
@@ -158,6 +169,23 @@ def balanced(costs: Mapping[str, int], turns: int) -> list[list[str]]:
         cost, turn = heapq.heappop(heap)
         found[turn].append(name)
         heapq.heappush(heap, (cost + costs[name], turn))
+    return found
+
+
+def mixed(turns: Sequence[list[str]]) -> list[list[str]]:
+    """The same turns, those that begin with a dear layer far from each other: the first stays the first.
+
+    In a round that is shorter than there are turns, neighbours come together.
+    """
+    return [turns[place] for place in sorted(range(len(turns)), key=_reversed_bits)]
+
+
+def _reversed_bits(place: int) -> float:
+    """0, 1/2, 1/4, 3/4, 1/8, ...: every place in the middle of a largest gap between those before."""
+    found, weight = 0.0, 0.5
+    while place:
+        place, bit = divmod(place, 2)
+        found, weight = found + bit * weight, weight / 2
     return found
 
 

@@ -14,11 +14,18 @@ from tekfac.lab.bench.contestants import Stepping
 from tekfac.optim.natural_gradient import NaturalGradient
 
 
-def age(optimizer: Stepping) -> None:
-    """Give an optimizer of ours the intervals, and its averages the weights, that they have in the end."""
+def with_full_intervals(optimizer: Stepping) -> None:
+    """Give an optimizer of ours the intervals that it has in the end: so it has cycles."""
     if isinstance(optimizer, NaturalGradient):
-        settings = optimizer._settings = replace(optimizer._settings, interval_growth=None)
+        optimizer._settings = replace(optimizer._settings, interval_growth=None)
         optimizer._schedule = optimizer._new_schedule()
+        optimizer._arm()
+
+
+def age(optimizer: Stepping) -> None:
+    """Give the averages of an optimizer of ours the weights that they have in the end."""
+    if isinstance(optimizer, NaturalGradient):
+        settings = optimizer._settings
         past = optimizer._recipe.past_factors(settings.factors_every)
         past_theta = optimizer._recipe.past_rescaling(settings.rescaling_every)
         optimizer._network.blocks = {

@@ -77,7 +77,7 @@ def measured(*, quick: bool, seed: int) -> dict[str, Any]:
 
 def seconds_of(one: Network, seed: int) -> dict[str, float]:
     """Of MEASURED, in a network; median over steps, or over cycles."""
-    racer = Racer.of(Contestant(list(NATURAL)[-1], CYCLE), one, seed)
+    racer = Racer.of(Contestant(list(NATURAL)[-1], CYCLE, {"interval_growth": None}), one, seed)
     listen(racer, CYCLE)
     cycles = [listen(racer, CYCLE) for _ in range(CYCLES)]
     steps = [step for cycle in cycles for step in cycle]

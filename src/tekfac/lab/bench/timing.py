@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import nn
 
-from tekfac.lab.bench.ageing import age
+from tekfac.lab.bench.ageing import age, with_full_intervals
 from tekfac.lab.bench.contestants import Contestant, Stepping
 from tekfac.lab.bench.networks import Batch, Network, loss_of
 
@@ -71,12 +71,14 @@ def race(
         warmup: steps before the rounds, at least the first.
         rounds: each is so many steps that everybody completes whole cycles.
         seed: of weights, batches and drawn labels.
-        early: measure the first steps of a training run, not late ones (see ageing.py).
+        early: measure with averages as they are in the first steps of a training run, not in late ones (see
+            ageing.py); intervals have their full length anyway.
     """
     racers = [Racer.of(contestant, network, seed) for contestant in contestants]
     _take_turns(racers, range(1))
-    if not early:
-        for racer in racers:
+    for racer in racers:
+        with_full_intervals(racer.optimizer)
+        if not early:
             age(racer.optimizer)
     _take_turns(racers, range(1, warmup))
     with _little_garbage():

@@ -26,7 +26,7 @@ VARIANTS: Mapping[str, Entry] = {
     "the data's labels": Entry("tekfac", LR, {"fisher": "empirical"}),
     "positions as samples": Entry("tekfac", LR, {"sharing": "expand"}),
     "without Nesterov": Entry("tekfac", LR, {"nesterov": False}),
-    "momentum after": Entry("tekfac", LR * 0.1, {"momentum_at": "after"}),
+    "momentum after": Entry("tekfac", LR * 0.2, {"momentum_at": "after"}),
     "damping ten times as large": Entry("tekfac", LR, {"damping": Relative(0.03)}),
     "damping ten times as small": Entry("tekfac", LR, {"damping": Relative(0.0003)}),
     "factors of a shorter past": Entry("tekfac", LR, {"factor_decay": 0.8}),
