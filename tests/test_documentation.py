@@ -19,6 +19,7 @@ from tekfac import TEKFAC, fisher
 from tekfac.lab import optimizers, recipes
 from tekfac.lab.config import RunConfig
 from tekfac.lab.grids import Sweep
+from tekfac.lab.run_folder import read_plain
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -86,7 +87,7 @@ def test_the_settings_in_the_guide_to_the_lab_are_valid() -> None:
 
 
 def test_the_sweep_among_the_examples_has_settings_that_every_method_takes() -> None:
-    plan = Sweep.from_plain(tomllib.loads((ROOT / "examples" / "damping.toml").read_text()), "here")
+    plan = Sweep.from_plain(read_plain(ROOT / "examples" / "damping.toml"), "here")
     assert len(plan.points) == 16
     for point in plan.points:
         (config,) = plan.configs(point)
