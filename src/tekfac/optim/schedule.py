@@ -11,7 +11,7 @@ import heapq
 from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 
 from tekfac.curvature.layer_curvature import NOTHING, Due
 from tekfac.layers.layer import Layer
@@ -98,10 +98,9 @@ class Schedule:
 
     def __init__(self, intervals: Intervals, layers: Mapping[str, Layer], *, by_turns: bool) -> None:
         self._round = Clock(intervals.shortest, intervals.growth)
-        self._factors, self._basis, self._rescaling = (
-            None if every is None else Clock(every, intervals.growth, self._round)
-            for every in (intervals.factors, intervals.basis, intervals.rescaling)
-        )
+        clock = partial(Clock, growth=intervals.growth, rounds=self._round)
+        self._factors, self._basis = clock(intervals.factors), clock(intervals.basis)
+        self._rescaling = None if intervals.rescaling is None else clock(intervals.rescaling)
         costs = {name: cost_of_refresh(layer) for name, layer in layers.items()}
         self.turns = mixed(balanced(costs, intervals.shortest if by_turns else 1))
         self._known: tuple[int, dict[str, Due]] | None = None
@@ -119,7 +118,6 @@ class Schedule:
 
     def steps_since_refresh(self, step: int) -> int:
         """So many steps before a step the eigenbases of the first turn were due."""
-        assert self._basis is not None
         return step - self._basis.latest(step)
 
     def _due(self, turn: int, step: int) -> Due:

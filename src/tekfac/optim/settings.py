@@ -52,8 +52,8 @@ AUTO = "auto"
 ADAMWS_LENGTH = 2.0
 """By which the adaptive step is stretched, whatever its momentum, so that AdamW's learning rates fit it.
 
-It averages over more steps than AdamW does, and damping shortens what is smaller than the mean: unstretched,
-its best learning rates were higher. See docs/mathematics.md, section 7."""
+Damping shortens what is smaller than the mean: unstretched, its best learning rates were higher. See
+docs/mathematics.md, section 7."""
 
 DEFAULT_BASIS_TOLERANCE = 0.0
 """Bases are computed anew at every refresh: together with few samples a tolerance has cost accuracy."""
