@@ -77,6 +77,8 @@ class Part:
         diagonal_in, diagonal_out: the factor of that side is kept as a diagonal.
         counted: which positions of which sample enter means over positions, [N, T]; None for all.
         group: which of the groups that lie side by side in the tape's rows.
+        turned: an orthogonal matrix R; the input factor is restricted to blocks in the coordinates R a.
+        cut_in: sizes of these blocks.
         as_expanded: plain factors are the trace-restricted ones with sharing "expand" (tied layers). Reduced
             ones are, too: a mean of inputs and gradients, which trade places between the uses, depends on
             the sign and scale of the back-propagated vectors.
@@ -89,6 +91,8 @@ class Part:
     diagonal_out: bool = False
     counted: Tensor | None = None
     group: int | None = None
+    turned: Tensor | None = None
+    cut_in: Sequence[int] = ()
     as_expanded: bool = False
 
 
@@ -328,20 +332,23 @@ def expected_part(case: Case, part: Part, method: type[NaturalGradient], sharing
         restrict, sharing = True, "expand"
     inputs, outputs, scale = factors_of(part, rows, terms, sharing, restrict, exact)
     limit, how = case.settings.get("max_dim"), case.settings.get("large_dims", "auto")
-    cut_in = [1] * d_in if part.diagonal_in else block_sizes(d_in, limit, how)
+    cut_in = [1] * d_in if part.diagonal_in else part.cut_in or block_sizes(d_in, limit, how)
     cut_out = [1] * d_out if part.diagonal_out else block_sizes(d_out, limit, how)
-    inputs, outputs = restricted(inputs, cut_in), restricted(outputs, cut_out)
+    turned = torch.eye(d_in).double() if part.turned is None else part.turned
+    inputs, outputs = restricted(turned @ inputs @ turned.T, cut_in), restricted(outputs, cut_out)
     everything = sum(float((u.square().sum(-1) * a.square().sum(-1)).sum()) for a, u in part_rows(part, rows))
     rounding = 1e-20 * everything / terms
     if float(exact.trace()) < rounding if corrected else cancels(part, rows, sharing):
         return Expected(exact, exact, negligible=rounding)
     if not corrected:
-        return Expected(scale * torch.kron(outputs, inputs), exact)
-    block = oracle.eigen_corrected(exact, eigenvectors(outputs, cut_out), eigenvectors(inputs, cut_in))
+        return Expected(scale * torch.kron(outputs, turned.T @ inputs @ turned), exact)
+    q_in = turned.T @ eigenvectors(inputs, cut_in)
+    block = oracle.eigen_corrected(exact, eigenvectors(outputs, cut_out), q_in)
     if cancels(part, rows, sharing):
         return Expected(block, exact, unique=False)
     if is_simple(inputs, cut_in) and is_simple(outputs, cut_out):
         return Expected(block, exact)
+    inputs = turned.T @ inputs @ turned
     one_in, one_out = torch.eye(d_in).double(), torch.eye(d_out).double()
     return Expected(block, exact, False, (torch.kron(outputs, one_in), torch.kron(one_out, inputs)))
 

@@ -49,10 +49,13 @@ def without_curvature(model: nn.Module, optimizer: Any) -> set[str]:
     return named - {name.removeprefix("_orig_mod.") for name in unwrapped(optimizer).curvature.parameters}
 
 
-def of_norms(model: nn.Module) -> set[str]:
-    """Parameters of its norms, which are trained by first order unless they are asked for."""
+def left_to_adamw(model: nn.Module) -> set[str]:
+    """Parameters of norms, and biases of convolutions that are kept by frequencies: as they come."""
     norms = {name for name, module in model.named_modules() if is_norm(module)}
     named = {name for name, _ in model.named_parameters() if name.rpartition(".")[0] in norms}
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Conv2d) and module.in_channels >= 8 and module.bias is not None:
+            named.add(f"{name}.bias")
     return {name.removeprefix("_orig_mod.") for name in named}
 
 

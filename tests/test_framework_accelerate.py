@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from framework_examples import assert_same_end, example, of_norms, unwrapped, weights, without_curvature
+from framework_examples import assert_same_end, example, left_to_adamw, unwrapped, weights, without_curvature
 from tekfac import TEKFAC
 
 
@@ -35,9 +35,9 @@ def test_a_run_resumed_from_its_checkpoint_is_the_uninterrupted_one(runs: Any) -
     assert_same_end(tekfac.model, tekfac.optimizer, resumed.model, resumed.optimizer)
 
 
-def test_every_parameter_but_those_of_norms_is_preconditioned(runs: Any) -> None:
+def test_every_weight_but_those_of_norms_is_preconditioned(runs: Any) -> None:
     tekfac, _, _ = runs
-    assert without_curvature(tekfac.model, tekfac.optimizer) == of_norms(tekfac.model)
+    assert without_curvature(tekfac.model, tekfac.optimizer) == left_to_adamw(tekfac.model)
 
 
 def test_accumulated_batches_are_one_batch(accelerate_digits: ModuleType) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from framework_examples import assert_same_end, example, of_norms, without_curvature
+from framework_examples import assert_same_end, example, left_to_adamw, without_curvature
 from tekfac.optim.schedule import Clock
 from tekfac.optim.settings import Settings
 
@@ -43,9 +43,9 @@ def test_a_run_resumed_from_its_checkpoint_is_the_uninterrupted_one(runs: Any) -
 
 
 @pytest.mark.slow
-def test_every_parameter_but_those_of_norms_is_preconditioned(runs: Any) -> None:
+def test_every_weight_but_those_of_norms_is_preconditioned(runs: Any) -> None:
     tekfac, _, _ = runs
-    assert without_curvature(tekfac.model, tekfac.optimizer) == of_norms(tekfac.model)
+    assert without_curvature(tekfac.model, tekfac.optimizer) == left_to_adamw(tekfac.model)
 
 
 def test_the_losses_are_those_of_the_model_without_a_compiler(compiled_digits: ModuleType) -> None:

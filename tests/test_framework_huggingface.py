@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from framework_examples import assert_same_end, example, of_norms, unwrapped, weights, without_curvature
+from framework_examples import assert_same_end, example, left_to_adamw, unwrapped, weights, without_curvature
 from tekfac import TEKFAC
 from training import saved_curvature
 
@@ -55,7 +55,7 @@ def test_every_parameter_is_preconditioned_those_of_embeddings_and_conv1d_includ
     assert {"Embedding", "LayerNorm"} < kinds
     assert kinds & {"Conv1D", "BertAttention"}
     of_positions = {n for n, _ in tekfac.model.named_parameters() if "position_embeddings" in n or ".wpe." in n}
-    assert without_curvature(tekfac.model, tekfac.optimizer) == of_positions | of_norms(tekfac.model)
+    assert without_curvature(tekfac.model, tekfac.optimizer) == of_positions | left_to_adamw(tekfac.model)
 
 
 def test_checkpointing_of_activations_changes_nothing(script: ModuleType, tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from framework_examples import assert_same_end, example, of_norms, weights, without_curvature
+from framework_examples import assert_same_end, example, left_to_adamw, weights, without_curvature
 from tekfac import TEKFAC
 
 # Lightning's own: it uses a part of torch that is going away, and advises on workers and on float32.
@@ -46,9 +46,9 @@ def test_a_run_resumed_from_its_checkpoint_is_the_uninterrupted_one(runs: Any) -
     assert_same_end(tekfac, optimizer_of(tekfac), resumed, optimizer_of(resumed))
 
 
-def test_every_parameter_but_those_of_norms_is_preconditioned(runs: Any) -> None:
+def test_every_weight_but_those_of_norms_is_preconditioned(runs: Any) -> None:
     tekfac, _, _ = runs
-    assert without_curvature(tekfac.network, optimizer_of(tekfac)) == of_norms(tekfac.network)
+    assert without_curvature(tekfac.network, optimizer_of(tekfac)) == left_to_adamw(tekfac.network)
 
 
 def test_accumulated_batches_are_one_batch(lightning_digits: ModuleType, tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from framework_examples import assert_same_end, example, of_norms, without_curvature
+from framework_examples import assert_same_end, example, left_to_adamw, without_curvature
 
 
 @pytest.fixture(scope="module")
@@ -33,6 +33,6 @@ def test_a_run_resumed_from_its_checkpoint_is_the_uninterrupted_one(runs: Any) -
     assert tekfac.schedule.state_dict() == resumed.schedule.state_dict()
 
 
-def test_every_parameter_but_those_of_norms_is_preconditioned(runs: Any) -> None:
+def test_every_weight_but_those_of_norms_is_preconditioned(runs: Any) -> None:
     tekfac, _, _ = runs
-    assert without_curvature(tekfac.model, tekfac.optimizer) == of_norms(tekfac.model)
+    assert without_curvature(tekfac.model, tekfac.optimizer) == left_to_adamw(tekfac.model)

@@ -250,5 +250,5 @@ def test_a_wide_layer_trains_with_its_outputs_in_blocks() -> None:
 
 def test_an_optimizer_cuts_linear_layers_sooner_than_convolutions() -> None:
     model = nn.Sequential(nn.Conv2d(56, 2, 3), nn.Flatten(), nn.Linear(500, 2), nn.Linear(2, 500))
-    shapes = [layer.shape for layer in TEKFAC(model)._layers.values()]
+    shapes = [layer.shape for layer in TEKFAC(model, large_dims="blocks")._layers.values()]
     assert [(shape.side_in, shape.side_out) for shape in shapes] == [(505, 2), (126, 2), (3, 125)]

@@ -194,7 +194,7 @@ def _plan(layer: Layer, *, entrywise: bool, moving: bool) -> LayerPlan:
         name=layer.name,
         module=" + ".join(dict.fromkeys(type(use.module).__name__ for use in layer.uses)),
         treatment=_treatment(layer),
-        inputs=side_forms.in_words(shape.d_in, block_in),
+        inputs=side_forms.in_words(shape.d_in, block_in, shape.kernel),
         outputs=side_forms.in_words(shape.d_out, block_out),
         parameters=shape.size,
         memory=_memory(layer, block_in, block_out, entrywise=entrywise, moving=moving),

@@ -37,7 +37,7 @@ class Measurement:
             real; None: attention_mask and key padding masks are found.
         max_dim: inputs or outputs of a layer beyond which that side of its block takes a cheaper form; "auto":
             800 for convolutions, 200 for others, in blocks of at most 400 and 136.
-        large_dims: which: "blocks", "diagonal", or "auto" for blocks up to 20,000 dimensions.
+        large_dims: which: "frequencies" (of convolutions), "blocks", "diagonal", or "auto" (see side_forms.py).
         curvature_dtype: torch.float32 or torch.float64; None: float32, or float64 for float64 parameters.
         memory_budget: bytes of working memory for the rows of one layer.
         seed: of the generator that draws labels; None: torch.initial_seed().

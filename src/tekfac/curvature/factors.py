@@ -119,7 +119,7 @@ class FactorRule:
             if not self.trace_restricted:
                 input_moment = symmetric.unit_trace(input_moment)
         else:
-            input_moment = sums.input / sums.input_count.reshape(-1, 1, 1)
+            input_moment = sums.input / sums.input_count.reshape(-1, *[1] * (sums.input.ndim - 1))
         traces = symmetric.trace(input_moment)
         scale = traces if self.trace_restricted else torch.ones_like(traces)
         return KroneckerFactors(input_moment, sums.output / num_terms, scale)
@@ -213,7 +213,7 @@ def _weighted_by_partner(rows: Rows, a: Tensor, u: Tensor) -> MomentSums:
 
 def _input_moment(rows: Rows, x: Tensor, y: Tensor) -> Tensor:
     """Sum of x y^T over [..., G, N, T, d_in], in the form of the input side."""
-    return symmetric.sum_of_products(x, y, rows.block_in or x.shape[-1])
+    return symmetric.sum_of_products(x, y, rows.block_in or x.shape[-1], rows.kernel)
 
 
 def _output_moment(rows: Rows, x: Tensor, y: Tensor) -> Tensor:

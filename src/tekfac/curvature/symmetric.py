@@ -1,12 +1,14 @@
 """Symmetric matrices over a layer's inputs or outputs, whole or in a cheaper form: build, decompose.
 
-    whole      [G, d, d]
-    blocks     [G, d, b]    a block diagonal with blocks of b, of each row the part that lies in its block
-    diagonal   [G, d, 1]
+    whole         [G, d, d]
+    blocks        [G, d, b]    a block diagonal with blocks of b, of each row the part that lies in its block
+    diagonal      [G, d, 1]
+    frequencies   [G, *kernel, C, b]    the inputs of a convolution: blocks of b channels for every frequency
 
-So the last axis tells the form: the size b of the blocks (the last block may be smaller, and its rows are
-padded by zeros). Moments, factors and eigenvectors of a side have the same form. Which form a side gets is
-decided in layers/side_forms.py. See docs/mathematics.md, section 10.
+So the shape tells the form. The last axis is the size b of the blocks (the last block may be smaller, and its
+rows are padded by zeros; those over channels are all equal). By frequencies, in coordinates that are turned as
+frequencies.py does, a side is [G, d, b], blocks as any others. Moments, factors and eigenvectors of a side have
+the same form. Which form a side gets is decided in layers/side_forms.py. See docs/mathematics.md, section 10.
 """
 
 from __future__ import annotations
@@ -18,6 +20,8 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from tekfac.curvature import frequencies
 
 logger = logging.getLogger("tekfac")
 
@@ -44,12 +48,25 @@ class DecompositionError(ArithmeticError):
 # -- building ------------------------------------------------------------------------------------------
 
 
-def sum_of_products(x: Tensor, y: Tensor, block_size: int) -> Tensor:
-    """Sum over rows of x y^T, as far as the form keeps it, [G, d, b]; rows are [..., G, N, T, d].
+def in_blocks(matrix: Tensor) -> Tensor:
+    """A side in any form as [G, d, b]: by frequencies, in the coordinates that are turned; a view."""
+    return matrix.flatten(1, -2) if matrix.ndim > 3 else matrix
+
+
+def sum_of_products(x: Tensor, y: Tensor, block_size: int, kernel: tuple[int, ...] = ()) -> Tensor:
+    """Sum over rows of x y^T, as far as the form keeps it; rows are [..., G, N, T, d].
 
     Where x is y itself, about half of it follows from the other half.
+
+    Args:
+        x: rows.
+        y: as many.
+        block_size: b; d: whole.
+        kernel: of the form by frequencies; (): of another form.
     """
     dim, is_square = x.shape[-1], x is y
+    if kernel:
+        return _products_of_frequencies(x, y, block_size, kernel)
     if block_size == 1:
         return torch.einsum("...gnti,...gnti->gi", x, y)[..., None]
     if block_size == dim:
@@ -62,15 +79,30 @@ def sum_of_products(x: Tensor, y: Tensor, block_size: int) -> Tensor:
     return found
 
 
+def _products_of_frequencies(x: Tensor, y: Tensor, block_size: int, kernel: tuple[int, ...]) -> Tensor:
+    """Sum over rows of x y^T, [G, *kernel, C, b]."""
+    groups, dim = x.shape[-4], x.shape[-1]
+
+    def split(rows: Tensor) -> Tensor:
+        """[G, P C / b, rows, b]."""
+        flat = rows.movedim(-4, 0).reshape(groups, -1, dim)
+        found = frequencies.split(flat, kernel)
+        blocks = found.reshape(*found.shape[:3], -1, block_size)
+        return blocks.transpose(2, 3).flatten(1, 2)
+
+    x, y = _as_they_lie(x, y)
+    of_x = split(x)
+    of_y = of_x if x is y else split(y)
+    return (of_x.mT @ of_y).view(groups, *kernel, -1, block_size)
+
+
 def _product(x: Tensor, y: Tensor, *, is_square: bool) -> Tensor:
     """Sum over rows of x y^T, whole, [G, d, d].
 
     Rows that do not lie one after the other, as unfolded patches, are multiplied sample by sample where they
     are many: to lay them out would take longer than the product.
     """
-    x, y = (rows[0] if rows.ndim == 5 and len(rows) == 1 else rows for rows in (x, y))
-    if not _lies_flat(x) and _lies_flat(x.transpose(-3, -2)):
-        x, y = x.transpose(-3, -2), y.transpose(-3, -2)
+    x, y = _as_they_lie(*(rows[0] if rows.ndim == 5 and len(rows) == 1 else rows for rows in (x, y)))
     if not _lies_flat(x) and x.shape[-2] >= x.shape[-1]:
         products = x.mT @ y  # [..., G, N, d, d]
         return products.sum(dim=(*range(x.ndim - 4), -3))
@@ -78,6 +110,14 @@ def _product(x: Tensor, y: Tensor, *, is_square: bool) -> Tensor:
     if x.ndim > 3:
         return torch.einsum("...gri,...grj->gij", x, y)
     return _squared(x) if is_square and x.shape[0] == 1 and x.shape[-1] >= WORTH_HALVING else x.mT @ y
+
+
+def _as_they_lie(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+    """Both with samples and positions exchanged, where they follow one another in memory so."""
+    if _lies_flat(x) or not _lies_flat(x.transpose(-3, -2)):
+        return x, y
+    turned = x.transpose(-3, -2)
+    return turned, turned if y is x else y.transpose(-3, -2)
 
 
 def _lies_flat(rows: Tensor) -> bool:
@@ -107,22 +147,24 @@ def trace(matrix: Tensor) -> Tensor:
 
 def unit_trace(matrix: Tensor) -> Tensor:
     """The matrix divided by its trace; I / d where that is 0 (a layer no gradient reaches)."""
-    traces = trace(matrix)[:, None, None]
+    traces = trace(matrix).reshape(-1, *[1] * (matrix.ndim - 1))
     unit = matrix / traces.clamp_min(torch.finfo(matrix.dtype).tiny)
     if bool((traces > 0).all()):
         return unit
-    return torch.where(traces > 0, unit, identity_like(matrix) / matrix.shape[1])
+    return torch.where(traces > 0, unit, identity_like(matrix) / in_blocks(matrix).shape[1])
 
 
 def identity_like(matrix: Tensor) -> Tensor:
     """The identity, in the form of the matrix."""
-    groups, dim, size = matrix.shape
+    groups, dim, size = in_blocks(matrix).shape
     eye = torch.eye(size, dtype=matrix.dtype, device=matrix.device)
-    return eye.repeat(math.ceil(dim / size), 1)[:dim].expand(groups, dim, size).contiguous()
+    found = eye.repeat(math.ceil(dim / size), 1)[:dim].expand(groups, dim, size).contiguous()
+    return found.view(matrix.shape)
 
 
 def diagonal_of(matrix: Tensor) -> Tensor:
-    """The diagonal, [G, d]."""
+    """The diagonal, [G, d]; by frequencies, in the coordinates that are turned."""
+    matrix = in_blocks(matrix)
     _, dim, size = matrix.shape
     if size == dim:
         return matrix.diagonal(dim1=-2, dim2=-1)
@@ -138,13 +180,16 @@ def eigen(matrix: Tensor) -> tuple[Tensor, Tensor]:
     Raises:
         DecompositionError: if a block defeats every attempt of `symmetric_eigen`.
     """
-    _, dim, size = matrix.shape
+    _, dim, size = in_blocks(matrix).shape
     if size == 1:
         return axes(matrix)
     if size == dim:
         return symmetric_eigen(matrix)
-    blocks = _to_blocks(matrix)
+    blocks = _to_blocks(in_blocks(matrix))
     last = dim - size * (blocks.shape[1] - 1)
+    if last == size:
+        values, vectors = symmetric_eigen(blocks)
+        return values.flatten(1), vectors.reshape(matrix.shape)
     values, vectors = symmetric_eigen(blocks[:, :-1])
     last_values, last_vectors = symmetric_eigen(blocks[:, -1, :last, :last])
     all_vectors = torch.cat([vectors.flatten(1, 2), F.pad(last_vectors, (0, size - last))], dim=1)
@@ -155,7 +200,7 @@ class Along(NamedTuple):
     """A matrix M along given orthonormal vectors Q.
 
     Attributes:
-        product: M Q, in their form.
+        product: M Q, [G, d, b].
         values: the diagonal of Q^T M Q, [G, d], not negative.
         off_diagonal: the off-diagonal part's share of the Frobenius norm of Q^T M Q, [G]. That is the norm of
             M, so that no other product is needed. In float32 a share below 1e-3 is rounding.
@@ -168,6 +213,7 @@ class Along(NamedTuple):
     @classmethod
     def of(cls, matrix: Tensor, vectors: Tensor) -> Along:
         """Look at a matrix."""
+        matrix, vectors = in_blocks(matrix), in_blocks(vectors)
         _, dim, size = matrix.shape
         product = _times(matrix, vectors)
         diagonal = product * vectors
@@ -187,9 +233,9 @@ def iterated(vectors: Tensor, along: Along) -> Tensor | None:
     Returns:
         The vectors, in their form; None where the steps are too large for that, or the matrix is zero.
     """
-    _, dim, size = vectors.shape
+    _, dim, size = in_blocks(vectors).shape
     tops = along.values.amax(dim=1)[:, None, None]
-    moved = torch.addcmul(along.product, vectors, SHIFT * tops)
+    moved = torch.addcmul(along.product, in_blocks(vectors), SHIFT * tops)
     moved = (moved if size == dim else _to_blocks(moved)).flip(-1)
     grams = moved.mT @ moved
     squares = grams.diagonal(dim1=-2, dim2=-1)
@@ -202,11 +248,11 @@ def iterated(vectors: Tensor, along: Along) -> Tensor | None:
         return None
     upper = lower.mT * lengths[..., None, :]
     turned = torch.linalg.solve_triangular(upper, moved, upper=True, left=False).flip(-1)
-    return turned if size == dim else _to_rows(turned, dim)
+    return turned if size == dim else _to_rows(turned, dim).view(vectors.shape)
 
 
 def _times(matrix: Tensor, vectors: Tensor) -> Tensor:
-    """M Q, in their form."""
+    """M Q, all of them [G, d, b]."""
     _, dim, size = matrix.shape
     if size == dim:
         return matrix @ vectors
@@ -220,11 +266,11 @@ def axes(matrix: Tensor) -> tuple[Tensor, Tensor]:
 
 def recomposed(vectors: Tensor, values: Tensor) -> Tensor:
     """Q diag(values) Q^T, in the form of Q."""
-    _, dim, size = vectors.shape
+    _, dim, size = in_blocks(vectors).shape
     if size == dim:
         return (vectors * values[:, None, :]) @ vectors.mT
-    blocks = _to_blocks(vectors)
-    return _to_rows((blocks * _cut(values, size)[:, :, None, :]) @ blocks.mT, dim)
+    blocks = _to_blocks(in_blocks(vectors))
+    return _to_rows((blocks * _cut(values, size)[:, :, None, :]) @ blocks.mT, dim).view(vectors.shape)
 
 
 def symmetric_eigen(matrix: Tensor) -> tuple[Tensor, Tensor]:
@@ -276,7 +322,8 @@ def _power_of_two_above(matrix: Tensor) -> Tensor:
 
 
 def overlap(old: Tensor, new: Tensor) -> Tensor:
-    """Q_old^T Q_new, in their form."""
+    """Q_old^T Q_new, [G, d, b]: by frequencies no less, as both are turned alike."""
+    old, new = in_blocks(old), in_blocks(new)
     _, dim, size = old.shape
     if size == dim:
         return old.mT @ new

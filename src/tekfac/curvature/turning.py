@@ -9,10 +9,14 @@ blocks takes longer than to multiply by them: so a `Turning` finds them once.
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
+
+from tekfac.curvature import frequencies
+from tekfac.curvature.symmetric import in_blocks
 
 
 class Turning:
@@ -22,23 +26,30 @@ class Turning:
         """Find their blocks.
 
         Args:
-            vectors: Q, [G, d, b], in the form of the side (see symmetric.py).
+            vectors: Q, in the form of the side (see symmetric.py).
         """
+        self._kernel = tuple(vectors.shape[1:-2])  # of a side of inputs alone, whose gradients are rows
+        vectors = in_blocks(vectors)
         _, dim, size = vectors.shape
         self._is_whole, self._is_diagonal = size == dim, size == 1 != dim
         self._vectors, self._turned = vectors, vectors.mT
+        self._has_whole_channels = not self._is_diagonal and size * math.prod(self._kernel) == dim
         if not (self._is_whole or self._is_diagonal):
             self._blocks = _Blocks.of(vectors)
             self._turned_blocks = self._blocks.turned()
 
     def rows_into(self, x: Tensor) -> Tensor:
         """x Q: coordinates along the eigenvectors of rows [..., G, R, d]."""
+        if self._kernel:
+            return self._into_frequencies(x)
         if self._is_whole:
             return _product(x, self._vectors)
         return x if self._is_diagonal else _rows(x, self._blocks)
 
     def rows_out_of(self, x: Tensor) -> Tensor:
         """x Q^T: back from the coordinates, rows [..., G, R, d]."""
+        if self._kernel:
+            return self._out_of_frequencies(x)
         if self._is_whole:
             return _product(x, self._turned)
         return x if self._is_diagonal else _rows(x, self._turned_blocks)
@@ -59,6 +70,34 @@ class Turning:
         elif not self._is_diagonal:
             found = _columns(self._blocks, x)
         return found if out is None else out.copy_(found)
+
+    def _into_frequencies(self, x: Tensor) -> Tensor:
+        """Rows [..., G, R, C P] along the eigenvectors, those of the first frequency first."""
+        rows, dim = x.shape[-2:]
+        split = frequencies.split(x.reshape(-1, rows, dim), self._kernel)  # [... G, P, R, C]
+        if x.ndim == 3 and self._has_whole_channels:
+            found = x.new_empty(x.shape)
+            places = _side_by_side(found, *split.shape[1::2])
+            for own, part, into in zip(self._blocks.of_groups, split, places, strict=True):
+                torch.bmm(part, own, out=into)
+            return found
+        found = split.transpose(1, 2).reshape(x.shape)
+        return found if self._is_diagonal else _rows(found, self._blocks)
+
+    def _out_of_frequencies(self, x: Tensor) -> Tensor:
+        """The inverse."""
+        rows, dim = x.shape[-2:]
+        positions = math.prod(self._kernel)
+        channels = dim // positions
+        if x.ndim == 3 and self._has_whole_channels:
+            split = x.new_empty(len(x), positions, rows, channels)
+            parts = _side_by_side(x, positions, channels)
+            for own, part, into in zip(self._turned_blocks.of_groups, parts, split, strict=True):
+                torch.bmm(part, own, out=into)
+            return frequencies.joined(split, self._kernel)
+        found = x if self._is_diagonal else _rows(x, self._turned_blocks)
+        split = found.reshape(-1, rows, positions, channels).transpose(1, 2)
+        return frequencies.joined(split, self._kernel).reshape(x.shape)
 
 
 class _Blocks(NamedTuple):

@@ -50,7 +50,7 @@ def load(path: str | Path, device: str | torch.device = "cpu") -> BlockDiagonal[
         )
     blocks = []
     for index, layer in enumerate(metadata["layers"]):
-        tuples = {key: tuple(layer["shape"].get(key, ())) for key in ("weight", "parameter_names")}
+        tuples = {key: tuple(layer["shape"].get(key, ())) for key in ("weight", "parameter_names", "kernel")}
         shape = LayerShape(**{**layer["shape"], **tuples})
         prefix = f"{index}/{shape.name}/"
         parts = {k.removeprefix(prefix): t.to(device) for k, t in tensors.items() if k.startswith(prefix)}

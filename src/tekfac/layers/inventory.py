@@ -20,7 +20,8 @@ from tekfac.layers.side_forms import SideRule
 
 ON_REQUEST = "left to first order on request"
 A_NORM = "norms are, by default (precondition_norms=True gives them blocks)"
-AS_MEANT = (ON_REQUEST, A_NORM)
+NO_FREQUENCY = "its convolution has a block by frequencies, in which a bias has no place"
+AS_MEANT = (ON_REQUEST, A_NORM, NO_FREQUENCY)
 """Reasons that nobody has to be warned of."""
 
 FROZEN_WEIGHT = "its weight is frozen"
@@ -85,6 +86,7 @@ def take_inventory(
         ValueError: for a lazy layer that has not seen data yet.
     """
     inventory = Inventory()
+    rule = rule or SideRule()
     requested = set(left_to_first_order)
     claims = _claims(model, inventory)
     holders = _holders(model)
@@ -101,11 +103,12 @@ def take_inventory(
             continue
         with_bias = next((claim for claim in own if claim.bias is not None), first)
         bias = with_bias.bias
-        bias_reason = None if bias is None else _bias_reason(bias, weight, holders, requested)
+        by_frequencies = _channels_in_a_block(own, rule) is not None
+        bias_reason = None if bias is None else _bias_reason(bias, weight, holders, requested, by_frequencies)
         if bias_reason is not None:
             inventory.reasons[with_bias.bias_name] = bias_reason
             bias = None
-        layer = _layer(own, with_bias, weight, bias, rule or SideRule(), dtype)
+        layer = _layer(own, with_bias, weight, bias, rule, dtype)
         if reason is None:
             inventory.layers[layer.name] = layer
         else:
@@ -218,15 +221,27 @@ def _bias_reason(
     weight: nn.Parameter,
     holders: Mapping[nn.Parameter, list[tuple[str, nn.Module]]],
     requested: set[Tensor],
+    by_frequencies: bool,
 ) -> str | None:
     """Why a bias is no part of its weight's block, or None."""
     if bias in requested:
         return ON_REQUEST
+    if by_frequencies:
+        return NO_FREQUENCY
     if weight.requires_grad and not bias.requires_grad:
         return "it is frozen while its weight is not, which has a block of its own"
     if not {module for _, module in holders[bias]} <= {module for _, module in holders[weight]}:
         return "it is shared with another layer; its weight has a block of its own"
     return None
+
+
+def _channels_in_a_block(claims: list[_Claim], rule: SideRule) -> int | None:
+    """The size of blocks over the channels of a convolution that is kept by frequencies; None of all others."""
+    part, weight = claims[0].part, claims[0].weight
+    if not claims[0].use.kind.is_convolution or weight.ndim < 3:
+        return None
+    channels = weight.shape[0] // part.groups if part.layout == "input first" else weight.shape[1]
+    return rule.channels_in_a_block(channels, weight.shape[2:])
 
 
 def _layer(
@@ -249,11 +264,12 @@ def _layer(
         (first.weight_name,) if bias is None else (first.weight_name, with_bias.bias_name),
     )
     table = part.table and not tied
-    shape = replace(
-        shape,
-        block_in=1 if table else rule.block_size(shape.d_in, of_convolution=first.use.kind.is_convolution),
-        block_out=1 if tied else rule.block_size(shape.d_out, of_convolution=first.use.kind.is_convolution),
-    )
+    of_convolution = first.use.kind.is_convolution
+    channels = _channels_in_a_block(claims, rule)
+    block_in = 1 if table else channels or rule.block_size(shape.d_in, of_convolution=of_convolution)
+    block_out = 1 if tied else rule.block_size(shape.d_out, of_convolution=of_convolution)
+    kernel = () if channels is None else shape.weight[2:]
+    shape = replace(shape, block_in=block_in, block_out=block_out, kernel=kernel)
     return Layer(
         shape.name,
         tuple(claim.use for claim in claims),

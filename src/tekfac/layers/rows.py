@@ -52,6 +52,7 @@ class Rows:
             if its target is ignored, or it is padding, and no gradient reaches it.
         block_in: the size of the blocks that the input side is kept in (see side_forms.py); None: whole.
         block_out: of the output side.
+        kernel: where the input side is kept by frequencies, sizes of the kernel; else ().
         tokens: which columns the inputs belong to, where a has only those that occur.
         tied: whether the rows come from a table of embeddings that is also an output projection: then rows of
             the two uses cannot be averaged with one another.
@@ -66,6 +67,7 @@ class Rows:
     counted: Tensor | None = None
     block_in: int | None = None
     block_out: int | None = None
+    kernel: tuple[int, ...] = ()
     tokens: Tokens | None = None
     tied: bool = False
     formed: bool = False

@@ -31,6 +31,8 @@ class LayerShape:
         parameter_names: of weight and bias, as in `named_parameters`; () for name.weight and name.bias.
         block_in: the size of the blocks that the input side is kept in (see side_forms.py); None: whole.
         block_out: of the output side.
+        kernel: sizes of a convolution's kernel, where the input side is kept by its frequencies, each in blocks
+            over the channels, and no bias among the inputs; else ().
     """
 
     name: str
@@ -41,6 +43,7 @@ class LayerShape:
     parameter_names: tuple[str, ...] = ()
     block_in: int | None = None
     block_out: int | None = None
+    kernel: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         if self.layout == "units":

@@ -269,8 +269,9 @@ def _sizes(layer: Layer) -> list[int]:
 
 
 def _form(layer: Layer) -> list[Any]:
-    """In blocks of which size, and in which precision, the sides of a block are kept."""
-    return [layer.shape.block_out, layer.shape.block_in, str(layer.dtype)]
+    """In blocks of which size, in which precision, and by which frequencies the sides of a block are kept."""
+    shape = layer.shape
+    return [shape.block_out, shape.block_in, str(layer.dtype), *([list(shape.kernel)] if shape.kernel else [])]
 
 
 def _only_in(ours: Iterable[str], theirs: Iterable[str], what: str) -> list[str]:

@@ -10,6 +10,7 @@ done, over a cycle: products of matrices, and a second backward pass where there
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -37,9 +38,13 @@ def of_preconditioning(blocks: Mapping[str, KroneckerBlock]) -> int:
 
 
 def _of_block(block: KroneckerBlock) -> int:
-    """2 G d_out d_in (b_in + b_out), b being the size of a side's blocks; a diagonal side is not turned."""
+    """2 G d_out d_in (b_in + b_out), b being the size of a side's blocks; a diagonal side is not turned.
+
+    By frequencies, to find them takes as many more as the kernel has entries.
+    """
     sides = (block.basis.vectors_in, block.basis.vectors_out)
-    return 2 * block.shape.size * sum(size for side in sides if (size := side.shape[-1]) > 1)
+    frequencies = math.prod(block.shape.kernel) if block.shape.kernel else 0
+    return 2 * block.shape.size * (frequencies + sum(size for side in sides if (size := side.shape[-1]) > 1))
 
 
 def of_cycle(racer: Racer) -> int:

@@ -42,6 +42,8 @@ VARIANTS: Mapping[str, Entry] = {
     "blocks of norms": Entry("tekfac", LR, {"precondition_norms": True}),
     "large sides whole": Entry("tekfac", LR, {"max_dim": 800}),
     "large sides in halves": Entry("tekfac", LR, {"max_dim": 150}),
+    "convolutions whole": Entry("tekfac", LR, {"large_dims": "blocks"}),
+    "EKFAC, convolutions whole": Entry("ekfac", LR, {"large_dims": "blocks"}),
     "exact statistics": Entry("tekfac", LR, {"statistics_samples": None, "turns": False}),
     "AdamW": Entry("adamw", 3e-3),
     "SOAP": Entry("soap", 1e-2, {"betas": (0.95, 0.95)}),
