@@ -29,7 +29,7 @@ from blocks_oracle import (
 )
 from dense import assert_close, normal
 from tekfac import EKFAC, KFAC, TEKFAC, TKFAC, explain, fisher
-from tekfac.curvature import frequencies
+from tekfac.curvature import frequencies, symmetric
 from tekfac.layers.side_forms import SideRule
 
 SAMPLES = 12
@@ -50,9 +50,12 @@ def turned(channels: int, kernel: tuple[int, ...]) -> Tensor:
 
 
 def convolution(layer: Any, tape: Tape, x: Tensor) -> Tensor:
-    """Of one or two axes, in groups, without padding."""
-    kernel = layer.kernel_size if x.ndim == 4 else (1, *layer.kernel_size)
-    flat = F.unfold(x if x.ndim == 4 else x[:, :, None], kernel).mT  # [N, T, C P]
+    """In groups, without padding."""
+    windows = x
+    for axis, size in enumerate(layer.kernel_size, start=2):
+        windows = windows.unfold(axis, size, 1)  # [N, C, *positions, *kernel]
+    axes = len(layer.kernel_size)
+    flat = windows.flatten(2, 1 + axes).flatten(3).transpose(1, 2).flatten(2)  # [N, T, C P]
     groups = flat.unflatten(2, (layer.groups, -1))
     matrix = layer.weight.flatten(1).unflatten(0, (layer.groups, -1))
     s = torch.einsum("ntgi,goi->ntgo", groups, matrix).flatten(2)
@@ -80,6 +83,7 @@ CASES: dict[str, Callable[[], Case]] = {
     "channels in blocks": lambda: case(nn.Conv2d(4, 2, 2, bias=False), normal(SAMPLES, 4, 3, 3), 2, max_dim=3),
     "single channels": lambda: case(nn.Conv2d(3, 1, 2, bias=False), normal(SAMPLES, 3, 3, 3), 1, max_dim=1),
     "beside a bias": lambda: case(nn.Conv1d(3, 4, 3), normal(SAMPLES, 3, 5), 3, max_dim=4),
+    "three axes": lambda: case(nn.Conv3d(2, 2, 2), normal(SAMPLES, 2, 3, 2, 3), 2, max_dim=2),
     "in groups": lambda: case(nn.Conv1d(4, 6, 3, groups=2), normal(SAMPLES, 4, 4), 2, max_dim=3),
 }
 
@@ -91,7 +95,7 @@ def case_of(kind: str) -> Case:
 
 @pytest.mark.parametrize("kernel", [(1,), (4,), (3, 3), (2, 3, 2)])
 def test_the_transform_is_orthogonal_and_the_one_written_out(kernel: tuple[int, ...]) -> None:
-    waves = frequencies.transform(kernel, torch.float64, torch.device("cpu"))
+    waves = frequencies.transform(kernel, normal(1))
     assert_close(waves @ waves.T, torch.eye(len(waves)).double(), 1e-14)
     assert_close(waves, turned(1, kernel), 1e-14)
 
@@ -99,10 +103,11 @@ def test_the_transform_is_orthogonal_and_the_one_written_out(kernel: tuple[int, 
 @pytest.mark.parametrize("groups", [1, 2])
 def test_what_is_split_into_frequencies_is_joined_again(groups: int) -> None:
     rows, kernel = normal(groups, 5, 3 * 6), (2, 3)
-    split = frequencies.split(rows, kernel)
+    waves = frequencies.transform(kernel, rows)
+    split = frequencies.split(rows, waves)
     expected = (rows @ turned(3, kernel).T).unflatten(2, (6, 3)).transpose(1, 2)
     assert_close(split, expected, 1e-13)
-    assert_close(frequencies.joined(split, kernel), rows, 1e-13)
+    assert_close(frequencies.joined(split, waves), rows, 1e-13)
 
 
 @pytest.mark.parametrize("kind", CASES)
@@ -152,6 +157,7 @@ def test_a_size_may_be_asked_for() -> None:
     assert rule.channels_in_a_block(4, (3, 3)) == 4
     assert rule.channels_in_a_block(60, (3, 3)) == 30
     assert rule.block_size(60) == 30  # other layers: in blocks
+    assert SideRule(27, "frequencies").channels_in_a_block(3, (3, 3), bias=True) == 3  # 28 are no longer whole
 
 
 def network() -> nn.Module:
@@ -174,7 +180,7 @@ def test_explain_tells_them_and_what_becomes_of_the_bias() -> None:
     text = str(explain(network(), file=None))
     assert "72 by 3 x 3 frequencies" in text
     assert "2.bias" in text
-    assert "no place" in text
+    assert "no room" in text
     assert "0.bias" not in text
 
 
@@ -204,12 +210,88 @@ def test_a_run_goes_on_where_it_was(method: Any) -> None:
         assert torch.equal(expected, found)
 
 
-def test_a_state_of_another_form_is_refused_by_name() -> None:
-    model = nn.Sequential(nn.Conv2d(1, 8, 3), nn.Conv2d(8, 8, 3, bias=False), nn.Flatten(), nn.Linear(128, 3))
-    optimizer = TEKFAC(model.double(), large_dims="blocks")
+@pytest.mark.parametrize("other", [{"large_dims": "blocks"}, {"large_dims": "blocks", "max_dim": 8}])
+@pytest.mark.parametrize("bias", [True, False])
+def test_a_state_of_another_form_is_refused_by_name(other: dict[str, Any], bias: bool) -> None:
+    """Blocks of eight neighbours and of eight channels have the same size."""
+    model = nn.Sequential(nn.Conv2d(1, 8, 3), nn.Conv2d(8, 8, 3, bias=bias), nn.Flatten(), nn.Linear(128, 3))
+    optimizer = TEKFAC(model.double(), **other)
     train(optimizer, model, 1)
-    with pytest.raises(ValueError, match="large_dims"):
-        TEKFAC(model).load_state_dict(optimizer.state_dict())
+    same = {**other, "large_dims": "frequencies"} if "max_dim" in other else {}
+    with pytest.raises(ValueError, match=r"layer '1' keeps its sides as .*large_dims"):
+        TEKFAC(model, **same).load_state_dict(optimizer.state_dict())
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("kernels", [((3,), (3,)), ((1, 3), (3, 1))])
+def test_tiny_layers_are_refreshed_together(method: Any, kernels: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of equal kernels; with all of them one by one it is the same."""
+    ends = []
+    for together in (True, False):
+        torch.manual_seed(0)
+        of = nn.Conv1d if len(kernels[0]) == 1 else nn.Conv2d
+        layers = [of(4, 4, kernel, padding="same", bias=False) for kernel in kernels]
+        model = nn.Sequential(layers[0], nn.Tanh(), layers[1], nn.Flatten(), nn.LazyLinear(3)).double()
+        x, y = normal(9, *(4, 5, 5)[: len(kernels[0]) + 1]), torch.arange(9) % 3
+        model(x)
+        if not together:
+            monkeypatch.setattr("tekfac.curvature.together._is_tiny", lambda layer: False)
+        optimizer = method(model, lr=0.01, max_dim=5, large_dims="frequencies", turns=False)
+        for _ in range(5):
+            optimizer.zero_grad()
+            F.cross_entropy(model(x), y).backward()
+            optimizer.step()
+        monkeypatch.undo()
+        assert optimizer.curvature["0"].basis.vectors_in.shape == (1, *kernels[0], 4, 4)
+        ends.append(torch.cat([p.detach().flatten() for p in model.parameters()]))
+    assert_close(*ends, 1e-9)
+
+
+def test_layers_of_equal_size_and_other_kernels_are_not_stacked() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        nn.Conv2d(8, 8, (3, 5)), nn.Tanh(), nn.Conv2d(8, 8, (5, 3)), nn.Flatten(), nn.Linear(72, 3)
+    )
+    model = model.double()
+    x, y = normal(9, 8, 9, 9), torch.arange(9) % 3
+    optimizer = TEKFAC(model, lr=0.01)
+    for _ in range(4):
+        optimizer.zero_grad()
+        F.cross_entropy(model(x), y).backward()
+        optimizer.step()
+    shapes = [tuple(optimizer.curvature[name].basis.vectors_in.shape) for name in ("0", "2")]
+    assert shapes == [(1, 3, 5, 8, 8), (1, 5, 3, 8, 8)]
+
+
+def test_the_default_device_and_kinds_of_tensors_around_a_step_do_not_matter() -> None:
+    """The transform is made of numbers, so that nothing of the first call stays."""
+    expected, found = network(), network()
+    train(TEKFAC(expected, lr=0.01), expected, 2)
+    with torch.inference_mode():
+        frequencies.transform((3, 3), torch.ones(1))
+    optimizer = TEKFAC(found, lr=0.01)
+    for _ in range(2):
+        optimizer.zero_grad()
+        F.cross_entropy(found(BATCH[0]), BATCH[1]).backward()
+        with torch.device("meta"):
+            optimizer.step()
+    for one, other in zip(expected.parameters(), found.parameters(), strict=True):
+        assert torch.equal(one, other)
+    rows = normal(1, 2, 18).requires_grad_()
+    frequencies.split(rows, frequencies.transform((3, 3), rows)).sum().backward()
+
+
+@pytest.mark.parametrize("setting", [{"track_basis": True}, {"basis_tolerance": 0.3}])
+def test_bases_may_be_kept_or_tracked(setting: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tekfac.curvature.eigenbasis.WORTH_A_LOOK", 1)
+    monkeypatch.setattr("tekfac.curvature.eigenbasis.WORTH_TRACKING", 1)
+    model = network()
+    optimizer = TEKFAC(model, lr=0.01, **setting)
+    train(optimizer, model, 25)
+    for name in ("2", "4"):
+        vectors = symmetric.in_blocks(optimizer.curvature[name].basis.vectors_in).unflatten(1, (9, 8))
+        assert_close(vectors.mT @ vectors, torch.eye(8).double().expand(1, 9, 8, 8), 1e-6)
+    assert F.cross_entropy(model(BATCH[0]), BATCH[1]).item() < 0.5
 
 
 @pytest.mark.parametrize("method", METHODS)

@@ -112,7 +112,8 @@ def pays_singly(positions: int, shape: LayerShape) -> bool:
     """
     if positions <= 1 or positions * shape.size < WORTH_SINGLY:
         return False
-    return not grams_are_cheaper(Sizes(positions, shape.d_in, shape.d_out, 1, shape.side_in, shape.side_out))
+    sides = shape.d_in, shape.d_out
+    return not grams_are_cheaper(Sizes(positions, *sides, 1, *shape.forms.turning(*sides)))
 
 
 class Selection:

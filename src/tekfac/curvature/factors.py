@@ -213,12 +213,12 @@ def _weighted_by_partner(rows: Rows, a: Tensor, u: Tensor) -> MomentSums:
 
 def _input_moment(rows: Rows, x: Tensor, y: Tensor) -> Tensor:
     """Sum of x y^T over [..., G, N, T, d_in], in the form of the input side."""
-    return symmetric.sum_of_products(x, y, rows.block_in or x.shape[-1], rows.kernel)
+    return symmetric.sum_of_products(x, y, rows.forms.block_in or x.shape[-1], rows.forms.kernel)
 
 
 def _output_moment(rows: Rows, x: Tensor, y: Tensor) -> Tensor:
     """Sum of x y^T over [..., G, N, T, d_out], in the form of the output side."""
-    return symmetric.sum_of_products(x, y, rows.block_out or x.shape[-1])
+    return symmetric.sum_of_products(x, y, rows.forms.block_out or x.shape[-1])
 
 
 def _reduced(rows: Rows) -> tuple[Tensor, Tensor]:

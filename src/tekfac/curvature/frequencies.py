@@ -11,42 +11,56 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from functools import cache
+from itertools import product
 
 import torch
 from torch import Tensor
 
 
+def transform(kernel: Sequence[int], like: Tensor) -> Tensor:
+    """W, the orthogonal matrix from positions to frequencies, [P, P]: of every axis a DCT-II.
+
+    In the precision and on the device of a tensor.
+    """
+    return torch.tensor(_waves(tuple(kernel)), dtype=like.dtype, device=like.device)
+
+
 @cache
-def transform(kernel: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """The orthogonal matrix from positions to frequencies, [P, P]: of every axis a DCT-II."""
-    found = torch.ones(1, 1, dtype=torch.float64)
-    for size in kernel:
-        found = torch.kron(found, _cosines(size))
-    return found.to(device, dtype)
+def _waves(kernel: tuple[int, ...]) -> list[list[float]]:
+    """Its numbers: products over the axes, positions and frequencies of the last axis next to each other."""
+    axes = [_cosines(size) for size in kernel]
+    places = list(product(*map(range, kernel)))
+    return [
+        [math.prod(axis[f][p] for axis, f, p in zip(axes, wave, place, strict=True)) for place in places]
+        for wave in places
+    ]
 
 
-def _cosines(size: int) -> Tensor:
-    """cos(pi (p + 1/2) f / size) for every frequency f and position p, rows of length 1, [size, size]."""
-    places = torch.arange(size, dtype=torch.float64)
-    waves = torch.cos(math.pi / size * torch.outer(places, places + 0.5))
-    lengths: Tensor = torch.linalg.vector_norm(waves, dim=1, keepdim=True)
-    return waves / lengths
+def _cosines(size: int) -> list[list[float]]:
+    """cos(pi (p + 1/2) f / size) for every frequency f and position p, rows of length 1."""
+    return [
+        [math.sqrt((1 if f == 0 else 2) / size) * math.cos(math.pi * (p + 0.5) * f / size) for p in range(size)]
+        for f in range(size)
+    ]
 
 
-def split(rows: Tensor, kernel: Sequence[int]) -> Tensor:
-    """Rows [G, R, C P] by frequencies, [G, P, R, C], laid out so."""
+def split(rows: Tensor, waves: Tensor) -> Tensor:
+    """Rows [G, R, C P] by frequencies, [G, P, R, C], laid out so.
+
+    Args:
+        rows: channels, then positions.
+        waves: W, [P, P].
+    """
     groups, count, dim = rows.shape
-    waves = transform(tuple(kernel), rows.dtype, rows.device)
-    positions = len(waves)
-    flat = rows.reshape(groups, -1, positions).mT
+    channels = dim // len(waves)
+    flat = rows.reshape(groups, count * channels, len(waves)).mT
     found = waves @ flat[0] if groups == 1 else torch.bmm(waves.expand(groups, -1, -1), flat)
-    return found.view(groups, positions, count, dim // positions)
+    return found.view(groups, len(waves), count, channels)
 
 
-def joined(by_frequency: Tensor, kernel: Sequence[int]) -> Tensor:
+def joined(by_frequency: Tensor, waves: Tensor) -> Tensor:
     """The inverse of `split`: [G, P, R, C], laid out so, as rows [G, R, C P]."""
     groups, positions, count, channels = by_frequency.shape
-    waves = transform(tuple(kernel), by_frequency.dtype, by_frequency.device)
-    flat = by_frequency.reshape(groups, positions, -1).mT
+    flat = by_frequency.reshape(groups, positions, count * channels).mT
     found = flat[0] @ waves if groups == 1 else torch.bmm(flat, waves.expand(groups, -1, -1))
     return found.view(groups, count, channels * positions)

@@ -54,7 +54,7 @@ def stacked(layers: Mapping[str, Layer]) -> list[tuple[str, ...]]:
     together: dict[object, list[str]] = {}
     for name, layer in layers.items():
         shape = layer.shape
-        size = (shape.d_out, shape.d_in, shape.block_out, shape.block_in, shape.kernel)
+        size = (shape.d_out, shape.d_in, shape.forms)
         small = numbers_of(layer) <= STACKED and Room.of([layer]) is not None
         key = (size, layer.dtype, layer.weight.device) if small else name
         together.setdefault(key, []).append(name)

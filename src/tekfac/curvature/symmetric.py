@@ -56,7 +56,7 @@ def in_blocks(matrix: Tensor) -> Tensor:
 def sum_of_products(x: Tensor, y: Tensor, block_size: int, kernel: tuple[int, ...] = ()) -> Tensor:
     """Sum over rows of x y^T, as far as the form keeps it; rows are [..., G, N, T, d].
 
-    Where x is y itself, about half of it follows from the other half.
+    Where x is y itself, about half of a large whole side follows from the other half.
 
     Args:
         x: rows.
@@ -85,15 +85,17 @@ def _products_of_frequencies(x: Tensor, y: Tensor, block_size: int, kernel: tupl
 
     def split(rows: Tensor) -> Tensor:
         """[G, P C / b, rows, b]."""
-        flat = rows.movedim(-4, 0).reshape(groups, -1, dim)
-        found = frequencies.split(flat, kernel)
-        blocks = found.reshape(*found.shape[:3], -1, block_size)
+        flat = rows.movedim(-4, 0).reshape(groups, count, dim)
+        found = frequencies.split(flat, waves)
+        blocks = found.view(*found.shape[:3], found.shape[3] // block_size, block_size)
         return blocks.transpose(2, 3).flatten(1, 2)
 
+    count, waves = x.numel() // (groups * dim), frequencies.transform(kernel, x)
     x, y = _as_they_lie(x, y)
     of_x = split(x)
     of_y = of_x if x is y else split(y)
-    return (of_x.mT @ of_y).view(groups, *kernel, -1, block_size)
+    channels = dim // len(waves)
+    return (of_x.mT @ of_y).view(groups, *kernel, channels, block_size)
 
 
 def _product(x: Tensor, y: Tensor, *, is_square: bool) -> Tensor:

@@ -37,6 +37,7 @@ def alike(
         key = (
             own_due,
             batch.shape._replace(groups=0),
+            layers[name].shape.forms,
             batch.num_terms,
             layers[name].dtype,
             layers[name].weight.device,
@@ -94,7 +95,7 @@ class _JoinedRows:
         for parts in zip(*(batch.chunks(samples_per_chunk) for batch in self._batches), strict=True):
             inputs = [part.a if part.scale == 1 else part.a * part.scale**0.5 for part in parts]
             a, u = torch.cat(inputs), torch.cat([part.u for part in parts], dim=1)
-            yield Rows(a, u, None, parts[0].block_in, parts[0].block_out)
+            yield Rows(a, u, None, parts[0].forms)
 
 
 def _joined(curvatures: Sequence[LayerCurvature]) -> LayerCurvature:

@@ -20,7 +20,7 @@ from tekfac.curvature.symmetric import in_blocks
 
 
 class Turning:
-    """The eigenvectors of a side, as they are multiplied with."""
+    """The eigenvectors of a side, as they are multiplied with. By frequencies only rows are."""
 
     def __init__(self, vectors: Tensor) -> None:
         """Find their blocks.
@@ -28,28 +28,29 @@ class Turning:
         Args:
             vectors: Q, in the form of the side (see symmetric.py).
         """
-        self._kernel = tuple(vectors.shape[1:-2])  # of a side of inputs alone, whose gradients are rows
+        kernel = vectors.shape[1:-2]  # of a side of inputs, along which nothing but rows is turned
+        self._waves = frequencies.transform(kernel, vectors) if kernel else None
         vectors = in_blocks(vectors)
         _, dim, size = vectors.shape
         self._is_whole, self._is_diagonal = size == dim, size == 1 != dim
         self._vectors, self._turned = vectors, vectors.mT
-        self._has_whole_channels = not self._is_diagonal and size * math.prod(self._kernel) == dim
+        self._has_whole_channels = not self._is_diagonal and size * math.prod(kernel) == dim
         if not (self._is_whole or self._is_diagonal):
             self._blocks = _Blocks.of(vectors)
             self._turned_blocks = self._blocks.turned()
 
     def rows_into(self, x: Tensor) -> Tensor:
         """x Q: coordinates along the eigenvectors of rows [..., G, R, d]."""
-        if self._kernel:
-            return self._into_frequencies(x)
+        if self._waves is not None:
+            return self._into_frequencies(x, self._waves)
         if self._is_whole:
             return _product(x, self._vectors)
         return x if self._is_diagonal else _rows(x, self._blocks)
 
     def rows_out_of(self, x: Tensor) -> Tensor:
         """x Q^T: back from the coordinates, rows [..., G, R, d]."""
-        if self._kernel:
-            return self._out_of_frequencies(x)
+        if self._waves is not None:
+            return self._out_of_frequencies(x, self._waves)
         if self._is_whole:
             return _product(x, self._turned)
         return x if self._is_diagonal else _rows(x, self._turned_blocks)
@@ -71,10 +72,10 @@ class Turning:
             found = _columns(self._blocks, x)
         return found if out is None else out.copy_(found)
 
-    def _into_frequencies(self, x: Tensor) -> Tensor:
+    def _into_frequencies(self, x: Tensor, waves: Tensor) -> Tensor:
         """Rows [..., G, R, C P] along the eigenvectors, those of the first frequency first."""
         rows, dim = x.shape[-2:]
-        split = frequencies.split(x.reshape(-1, rows, dim), self._kernel)  # [... G, P, R, C]
+        split = frequencies.split(x.reshape(math.prod(x.shape[:-2]), rows, dim), waves)  # [... G, P, R, C]
         if x.ndim == 3 and self._has_whole_channels:
             found = x.new_empty(x.shape)
             places = _side_by_side(found, *split.shape[1::2])
@@ -84,20 +85,19 @@ class Turning:
         found = split.transpose(1, 2).reshape(x.shape)
         return found if self._is_diagonal else _rows(found, self._blocks)
 
-    def _out_of_frequencies(self, x: Tensor) -> Tensor:
+    def _out_of_frequencies(self, x: Tensor, waves: Tensor) -> Tensor:
         """The inverse."""
         rows, dim = x.shape[-2:]
-        positions = math.prod(self._kernel)
-        channels = dim // positions
+        positions, channels = len(waves), dim // len(waves)
         if x.ndim == 3 and self._has_whole_channels:
             split = x.new_empty(len(x), positions, rows, channels)
             parts = _side_by_side(x, positions, channels)
             for own, part, into in zip(self._turned_blocks.of_groups, parts, split, strict=True):
                 torch.bmm(part, own, out=into)
-            return frequencies.joined(split, self._kernel)
+            return frequencies.joined(split, waves)
         found = x if self._is_diagonal else _rows(x, self._turned_blocks)
-        split = found.reshape(-1, rows, positions, channels).transpose(1, 2)
-        return frequencies.joined(split, self._kernel).reshape(x.shape)
+        split = found.reshape(math.prod(x.shape[:-2]), rows, positions, channels).transpose(1, 2)
+        return frequencies.joined(split, waves).reshape(x.shape)
 
 
 class _Blocks(NamedTuple):

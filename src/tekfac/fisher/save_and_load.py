@@ -20,7 +20,7 @@ from tekfac.fisher import tensor_files
 from tekfac.layers.shapes import LayerShape
 
 KIND = "Fisher blocks"
-VERSION = 1
+VERSION = 2
 
 
 def save(blocks: BlockDiagonal[Block], path: str | Path) -> None:

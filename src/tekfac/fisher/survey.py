@@ -23,7 +23,7 @@ from tekfac.fisher.collectors import Collectors
 from tekfac.fisher.loaders import require_loader
 from tekfac.fisher.losses import BatchLosses
 from tekfac.fisher.options import Options
-from tekfac.layers.inventory import take_inventory
+from tekfac.layers.inventory import AS_MEANT, take_inventory
 from tekfac.layers.layer import Layer
 from tekfac.layers.registry import supported_types
 
@@ -249,7 +249,8 @@ def _chosen_layers(model: nn.Module, options: Options) -> dict[str, Layer]:
                 )
         return {name: layer for name, layer in layers.items() if name in names}
     for name, reason in inventory.reasons.items():
-        logger.warning("No Fisher block of %r: %s.", name, reason)
+        level = logging.INFO if reason in AS_MEANT else logging.WARNING
+        logger.log(level, "No Fisher block of %r: %s.", name, reason)
     covered = {parameter for layer in layers.values() for parameter in layer.parameters}
     others = [name for name, parameter in model.named_parameters() if parameter not in covered]
     if others:

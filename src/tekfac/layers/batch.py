@@ -170,8 +170,7 @@ class LayerBatch:
         tokens = None
         if layer.is_table:
             a, tokens = _one_hot(a, layer)
-        shape = layer.shape
-        return Rows(a, u, counted, shape.block_in, shape.block_out, shape.kernel, tokens, layer.is_tied)
+        return Rows(a, u, counted, layer.shape.forms, tokens, layer.is_tied)
 
     def _part(self, application: Application, start: int, stop: int) -> tuple[Tensor, Tensor, Tensor | None]:
         """Of one application: a [K or 1, G, n, T, d_in], u [K or 1, G, n, T, d_out], counted [1 or G, n, T].
@@ -298,7 +297,7 @@ class FormedBatch:
             gradients, scale = gradients * self.gradient_factor, 1.0
         for a in torch.split(gradients, samples_per_chunk, dim=1):
             u = torch.eye(shape.d_out, dtype=a.dtype, device=a.device).expand(1, *a.shape[:3], -1)
-            yield Rows(a, u, None, shape.block_in, shape.block_out, shape.kernel, formed=True, scale=scale)
+            yield Rows(a, u, None, shape.forms, formed=True, scale=scale)
 
 
 @dataclass(frozen=True)
@@ -333,10 +332,9 @@ class MomentBatch:
 
     def chunks(self, samples_per_chunk: int) -> Iterator[Rows]:
         """The moments alone."""
-        shape, nothing = self.layer.shape, self.input.new_empty(0)
+        nothing = self.input.new_empty(0)
         moments, scale = (self.input, self.output), self.gradient_factor**2
-        forms = shape.block_in, shape.block_out, shape.kernel
-        yield Rows(nothing, nothing, None, *forms, formed=True, scale=scale, moments=moments)
+        yield Rows(nothing, nothing, None, self.layer.shape.forms, formed=True, scale=scale, moments=moments)
 
 
 CapturedBatch = LayerBatch | FormedBatch | MomentBatch

@@ -25,8 +25,8 @@ class Sizes(NamedTuple):
     d_in: int
     d_out: int
     columns: int  # K
-    block_in: int  # the size of the blocks that the input side is kept in; d_in: whole
-    block_out: int
+    turn_in: int  # multiplications to turn a number along the inputs: the size of a block; d_in: whole
+    turn_out: int
 
     @property
     def pairs(self) -> int:
@@ -36,7 +36,7 @@ class Sizes(NamedTuple):
     @property
     def projection(self) -> int:
         """Multiplications per sample to turn all rows into a basis, or to add up their squares."""
-        return self.positions * (self.d_in * self.block_in + self.columns * self.d_out * self.block_out)
+        return self.positions * (self.d_in * self.turn_in + self.columns * self.d_out * self.turn_out)
 
     @property
     def gradient(self) -> int:
@@ -53,7 +53,7 @@ def sizes_of(rows: Rows) -> Sizes:
     """Those of a chunk of rows."""
     positions, d_in = rows.a.shape[2:]
     columns, d_out = rows.u.shape[0], rows.u.shape[-1]
-    return Sizes(positions, d_in, d_out, columns, rows.block_in or d_in, rows.block_out or d_out)
+    return Sizes(positions, d_in, d_out, columns, *rows.forms.turning(d_in, d_out))
 
 
 # -- moments -------------------------------------------------------------------------------------------
@@ -66,7 +66,7 @@ def gram_cost(sizes: Sizes) -> int:
 
 def gradient_cost(sizes: Sizes) -> int:
     """Multiplications per sample of the exact factors from per-sample gradients."""
-    return sizes.gradient * (sizes.positions + sizes.block_in + sizes.block_out)
+    return sizes.gradient * (sizes.positions + sizes.turn_in + sizes.turn_out)
 
 
 def grams_are_cheaper(sizes: Sizes) -> bool:
@@ -89,7 +89,7 @@ def project_first_cost(sizes: Sizes) -> int:
 
 def gradient_first_cost(sizes: Sizes) -> int:
     """Of gradients formed and then projected, in multiplications per sample."""
-    return sizes.gradient * (sizes.positions + sizes.traffic + sizes.block_in + sizes.block_out)
+    return sizes.gradient * (sizes.positions + sizes.traffic + sizes.turn_in + sizes.turn_out)
 
 
 def pairs_are_cheapest(sizes: Sizes) -> bool:

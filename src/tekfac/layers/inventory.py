@@ -20,7 +20,7 @@ from tekfac.layers.side_forms import SideRule
 
 ON_REQUEST = "left to first order on request"
 A_NORM = "norms are, by default (precondition_norms=True gives them blocks)"
-NO_FREQUENCY = "its convolution has a block by frequencies, in which a bias has no place"
+NO_FREQUENCY = "its convolution has a block by frequencies, all of one size, which leave no room for it"
 AS_MEANT = (ON_REQUEST, A_NORM, NO_FREQUENCY)
 """Reasons that nobody has to be warned of."""
 
@@ -103,12 +103,14 @@ def take_inventory(
             continue
         with_bias = next((claim for claim in own if claim.bias is not None), first)
         bias = with_bias.bias
-        by_frequencies = _channels_in_a_block(own, rule) is not None
-        bias_reason = None if bias is None else _bias_reason(bias, weight, holders, requested, by_frequencies)
+        bias_reason = None if bias is None else _bias_reason(bias, weight, holders, requested)
+        channels = _channels_in_a_block(own, rule, bias=bias is not None and bias_reason is None)
+        if bias is not None and channels is not None and bias_reason is None:
+            bias_reason = NO_FREQUENCY
         if bias_reason is not None:
             inventory.reasons[with_bias.bias_name] = bias_reason
             bias = None
-        layer = _layer(own, with_bias, weight, bias, rule, dtype)
+        layer = _layer(own, with_bias, weight, bias, rule, channels, dtype)
         if reason is None:
             inventory.layers[layer.name] = layer
         else:
@@ -221,13 +223,10 @@ def _bias_reason(
     weight: nn.Parameter,
     holders: Mapping[nn.Parameter, list[tuple[str, nn.Module]]],
     requested: set[Tensor],
-    by_frequencies: bool,
 ) -> str | None:
     """Why a bias is no part of its weight's block, or None."""
     if bias in requested:
         return ON_REQUEST
-    if by_frequencies:
-        return NO_FREQUENCY
     if weight.requires_grad and not bias.requires_grad:
         return "it is frozen while its weight is not, which has a block of its own"
     if not {module for _, module in holders[bias]} <= {module for _, module in holders[weight]}:
@@ -235,13 +234,13 @@ def _bias_reason(
     return None
 
 
-def _channels_in_a_block(claims: list[_Claim], rule: SideRule) -> int | None:
+def _channels_in_a_block(claims: list[_Claim], rule: SideRule, *, bias: bool) -> int | None:
     """The size of blocks over the channels of a convolution that is kept by frequencies; None of all others."""
     part, weight = claims[0].part, claims[0].weight
-    if not claims[0].use.kind.is_convolution or weight.ndim < 3:
+    if not claims[0].use.kind.is_convolution or weight.ndim < 3 or part.layout == "units":
         return None
     channels = weight.shape[0] // part.groups if part.layout == "input first" else weight.shape[1]
-    return rule.channels_in_a_block(channels, weight.shape[2:])
+    return rule.channels_in_a_block(channels, weight.shape[2:], bias=bias)
 
 
 def _layer(
@@ -250,9 +249,10 @@ def _layer(
     weight: nn.Parameter,
     bias: nn.Parameter | None,
     rule: SideRule,
+    channels: int | None,
     dtype: torch.dtype | None,
 ) -> Layer:
-    """The layer of claims that go together."""
+    """The layer of claims that go together; `channels` in a block where it is kept by frequencies."""
     first, part = claims[0], claims[0].part
     tied = len(claims) > 1 and _is_tied(claims)
     shape = LayerShape(
@@ -265,7 +265,6 @@ def _layer(
     )
     table = part.table and not tied
     of_convolution = first.use.kind.is_convolution
-    channels = _channels_in_a_block(claims, rule)
     block_in = 1 if table else channels or rule.block_size(shape.d_in, of_convolution=of_convolution)
     block_out = 1 if tied else rule.block_size(shape.d_out, of_convolution=of_convolution)
     kernel = () if channels is None else shape.weight[2:]

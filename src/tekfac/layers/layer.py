@@ -53,7 +53,7 @@ class Layer:
 
     @property
     def is_convolution(self) -> bool:
-        """Whether the paper's rule for convolutions applies."""
+        """Whether the paper's rule for the damping of convolutions applies."""
         return self.uses[0].kind.is_convolution
 
     @property

@@ -18,6 +18,8 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from tekfac.layers.side_forms import WHOLE, SideForms
+
 
 @dataclass(frozen=True)
 class Tokens:
@@ -50,9 +52,7 @@ class Rows:
         u: output gradients, [K, G, N, T, d_out].
         counted: [1 or G, N, T] of booleans, or None where every position counts. A position does not count
             if its target is ignored, or it is padding, and no gradient reaches it.
-        block_in: the size of the blocks that the input side is kept in (see side_forms.py); None: whole.
-        block_out: of the output side.
-        kernel: where the input side is kept by frequencies, sizes of the kernel; else ().
+        forms: in which the sides of the block are kept.
         tokens: which columns the inputs belong to, where a has only those that occur.
         tied: whether the rows come from a table of embeddings that is also an output projection: then rows of
             the two uses cannot be averaged with one another.
@@ -65,9 +65,7 @@ class Rows:
     a: Tensor
     u: Tensor
     counted: Tensor | None = None
-    block_in: int | None = None
-    block_out: int | None = None
-    kernel: tuple[int, ...] = ()
+    forms: SideForms = WHOLE
     tokens: Tokens | None = None
     tied: bool = False
     formed: bool = False

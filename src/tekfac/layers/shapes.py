@@ -9,6 +9,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from tekfac.layers.side_forms import SideForms
+
 Layout = Literal["output first", "input first", "units"]
 """How a weight lies in memory.
 
@@ -70,6 +72,11 @@ class LayerShape:
     def side_out(self) -> int:
         """The size of the output side's blocks; d_out where it is whole."""
         return self.block_out or self.d_out
+
+    @property
+    def forms(self) -> SideForms:
+        """In which both sides are kept."""
+        return SideForms(self.block_in, self.block_out, self.kernel)
 
     @property
     def bias(self) -> tuple[int, ...]:

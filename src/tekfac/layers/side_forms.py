@@ -20,6 +20,31 @@ DEFAULT_MAX_DIM = 5000
 """Of a Fisher that is looked at: 4096 inputs, or 512 channels under a 3 x 3 kernel, and a bias, are whole."""
 
 
+class SideForms(NamedTuple):
+    """In which form both sides of a layer's block are kept.
+
+    Attributes:
+        block_in: the size of the blocks of the input side; None: whole.
+        block_out: of the output side.
+        kernel: sizes of a convolution's kernel, where the input side is kept by its frequencies; else ().
+    """
+
+    block_in: int | None = None
+    block_out: int | None = None
+    kernel: tuple[int, ...] = ()
+
+    def turning(self, d_in: int, d_out: int) -> tuple[int, int]:
+        """Multiplications for every number that is turned along the inputs, and along the outputs.
+
+        To find frequencies takes as many as the kernel has entries.
+        """
+        frequencies = math.prod(self.kernel) if self.kernel else 0
+        return (self.block_in or d_in) + frequencies, self.block_out or d_out
+
+
+WHOLE = SideForms()
+
+
 class AutoSizes(NamedTuple):
     """What "auto" means.
 
@@ -70,17 +95,22 @@ class SideRule:
     max_dim: MaxDim = DEFAULT_MAX_DIM
     large_dims: LargeDims = "auto"
 
-    def channels_in_a_block(self, channels: int, kernel: Sequence[int]) -> int | None:
+    def channels_in_a_block(self, channels: int, kernel: Sequence[int], *, bias: bool = False) -> int | None:
         """The size of blocks over the channels, where a convolution's inputs are kept by frequencies.
 
         All blocks have the same size: where no number of them near the wanted one divides the channels, as
         where the side is small, or another form is asked for, there are no frequencies, and the answer is None.
+
+        Args:
+            channels: of the inputs, of one group.
+            kernel: its sizes.
+            bias: whether there is one, which would be one more input of a whole side.
         """
         is_auto = self.max_dim == "auto"
         wanted = ("auto", "frequencies") if is_auto else ("frequencies",)
         sizes = AUTO_OF_FREQUENCIES if is_auto else AutoSizes(int(self.max_dim), int(self.max_dim))
         positions = math.prod(kernel)
-        if self.large_dims not in wanted or positions == 1 or channels * positions <= sizes.whole:
+        if self.large_dims not in wanted or positions == 1 or channels * positions + bias <= sizes.whole:
             return None
         if is_auto and channels < LEAST_CHANNELS:
             return None

@@ -154,7 +154,7 @@ def cost_of_refresh(layer: Layer) -> int:
     shape = layer.shape
     sides = shape.d_in * shape.side_in**2 + shape.d_out * shape.side_out**2
     decompositions = FLOPS_OF_EIGENDECOMPOSITION * sides
-    projections = 2 * SAMPLES * shape.d_in * shape.d_out * (shape.side_in + shape.side_out)
+    projections = 2 * SAMPLES * shape.d_in * shape.d_out * sum(shape.forms.turning(shape.d_in, shape.d_out))
     return shape.groups * (decompositions + projections)
 
 

@@ -136,11 +136,11 @@ class SavedState:
                 differences.append(
                     f"layer {name!r} has blocks {sizes} (groups, out, in), saved {theirs[name]['shape']}"
                 )
-            elif theirs[name]["form"] != form:
+            if theirs[name]["form"] != form:
                 differences.append(
                     f"layer {name!r} keeps its sides as {form} (blocks of outputs, blocks of inputs, "
-                    f"precision), saved {theirs[name]['form']}: give the same max_dim, large_dims, "
-                    "curvature_dtype"
+                    "precision, and a kernel whose frequencies leave out the bias), saved "
+                    f"{theirs[name]['form']}: give the same max_dim, large_dims, curvature_dtype"
                 )
         return differences
 

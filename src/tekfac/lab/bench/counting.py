@@ -10,7 +10,6 @@ done, over a cycle: products of matrices, and a second backward pass where there
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -42,9 +41,8 @@ def _of_block(block: KroneckerBlock) -> int:
 
     By frequencies, to find them takes as many more as the kernel has entries.
     """
-    sides = (block.basis.vectors_in, block.basis.vectors_out)
-    frequencies = math.prod(block.shape.kernel) if block.shape.kernel else 0
-    return 2 * block.shape.size * (frequencies + sum(size for side in sides if (size := side.shape[-1]) > 1))
+    shape = block.shape
+    return 2 * shape.size * sum(count for count in shape.forms.turning(shape.d_in, shape.d_out) if count > 1)
 
 
 def of_cycle(racer: Racer) -> int:

@@ -178,7 +178,9 @@ class LayerKind(ABC):
 
     Attributes:
         methods: what a derived class must not redefine, or it computes something else.
-        is_convolution: whether the paper's rule for the damping of convolutions applies.
+        is_convolution: whether the paper's rule for the damping of convolutions applies, and inputs may be kept
+            by frequencies: a weight of three axes or more then has its channels on the second (the first with
+            the layout "input first"), and the kernel on those behind.
     """
 
     methods: ClassVar[tuple[str, ...]] = ("forward",)
