@@ -300,11 +300,16 @@ class Bernoulli(Likelihood):
 class Gaussian(Likelihood):
     """Real targets with a fixed variance; every output is a mean and a term of the loss.
 
-    Variance 1 belongs to the loss |f - y|^2 / 2 and variance 1/2 to torch's mse_loss, |f - y|^2. Every
-    output counts: a gradient of 0 here may mean a perfect prediction.
+    Variance 1 belongs to the loss |f - y|^2 / 2 and variance 1/2 to torch's mse_loss, |f - y|^2.
+
+    Attributes:
+        variance: of the targets.
+        masked: whether an output without any gradient has no target, and does not count; else it may be
+            predicted perfectly, and does.
     """
 
     variance: float = 1.0
+    masked: bool = False
 
     def __post_init__(self) -> None:
         if not self.variance > 0:
@@ -318,7 +323,8 @@ class Gaussian(Likelihood):
         def draw(generator: torch.Generator) -> Tensor:
             return noise * torch.randn(means.shape, generator=generator, dtype=means.dtype, device=means.device)
 
-        return _Independent(_all_of(outputs), outputs, torch.full_like(means, 1 / self.variance), draw)
+        counted = (gradient != 0).reshape(len(outputs), -1) if self.masked else _all_of(outputs)
+        return _Independent(counted, outputs, torch.full_like(means, 1 / self.variance), draw)
 
     def losses(self, outputs: Tensor, targets: Tensor | None) -> Losses:
         """|f - y|^2 / (2 variance)."""
@@ -349,6 +355,30 @@ class _Independent(Prediction):
     def _masked(self, gradient: Tensor) -> Tensor:
         counted = self.counted.reshape(self.outputs.shape)
         return (gradient.reshape(self.outputs.shape) * counted).to(self.outputs.dtype)
+
+
+# -- no likelihood -------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Unknown(Likelihood):
+    """Of a loss that is no -log p, or of none that is known: every sample is a term.
+
+    The gradients of its samples have an empirical Fisher, and no other.
+    """
+
+    def predict(self, outputs: Tensor, gradient: Tensor) -> Prediction:
+        """Every sample counts: one without gradient may have no loss left, as that of a hinge."""
+        return _Unpredicted(torch.ones(len(outputs), 1, dtype=torch.bool, device=outputs.device))
+
+
+@dataclass(frozen=True)
+class _Unpredicted(Prediction):
+    def sample(self, generator: torch.Generator) -> Tensor:
+        raise ValueError("There are no labels to draw: the likelihood of the loss is not known.")
+
+    def columns(self) -> Iterator[Tensor]:
+        raise ValueError("There is no exact Fisher: the likelihood of the loss is not known.")
 
 
 # -- the user's own ------------------------------------------------------------------------------------

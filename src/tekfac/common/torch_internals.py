@@ -6,7 +6,11 @@ these by name, so that a version of torch that drops one says which.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import re
+import sys
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from types import FrameType
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -73,6 +77,61 @@ def is_change_of_precision(node: Any) -> bool:
 
 with torch.enable_grad():
     _COPY_NODE = type(torch.zeros((), requires_grad=True).to(torch.float64).grad_fn)
+
+
+def base_name(node: Any) -> str:
+    """What a graph node differentiates: "MseLoss" or "View".
+
+    `Node.name` is public; what it gives is not, and differs between versions in its number.
+    """
+    return re.sub(r"Backward\d*$", "", node.name())
+
+
+def exponent_of(node: Any) -> float | None:
+    """The fixed exponent of a node that differentiates a power; None of others.
+
+    What a node has saved that is no tensor stays when tensors are let go of.
+    """
+    exponent = getattr(node, "_saved_exponent", None)
+    return float(exponent) if isinstance(exponent, int | float) else None
+
+
+def roots_of_running_pass() -> list[tuple[Any, int]]:
+    """The nodes that the backward pass which is running began at, and which of their results.
+
+    A node knows those below it, and nobody those above. The engine is called by one function, for
+    `Tensor.backward` and `torch.autograd.grad` alike, whose frame is further down this thread's stack, or,
+    where an accelerator's thread runs the nodes, that of the thread which waits for it. Empty where that is
+    not clear.
+    """
+    running = [frame for frame in _frames_below(sys._getframe()) if _calls_engine(frame)]
+    if not running:
+        others = (own for thread, own in sys._current_frames().items() if thread != threading.get_ident())
+        running = [frame for other in others for frame in _frames_below(other) if _calls_engine(frame)]
+        if len(running) != 1:
+            return []
+    outputs = running[0].f_locals.get("t_outputs", ())
+    return [edge for output in outputs if (edge := _edge_of(output))[0] is not None]
+
+
+def _frames_below(frame: FrameType | None) -> Iterator[FrameType]:
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
+
+
+def _calls_engine(frame: FrameType) -> bool:
+    return frame.f_code is _CALL_OF_ENGINE
+
+
+_CALL_OF_ENGINE = torch.autograd.graph._engine_run_backward.__code__
+
+
+def _edge_of(output: Any) -> tuple[Any, int]:
+    """Of a tensor, or of an edge that a pass may begin at instead."""
+    if isinstance(output, Tensor):
+        return output.grad_fn, output.output_nr
+    return output.node, output.output_nr
 
 
 # -- the compiler --------------------------------------------------------------------------------------
