@@ -55,6 +55,13 @@ class Prediction(ABC):
     def columns(self) -> Iterator[Tensor]:
         """Vectors like the outputs whose outer products, per sample, sum to the exact output Fisher."""
 
+    def loss_factor(self, gradient: Tensor) -> float | None:
+        """What the training loss multiplies its terms by, on average, as its gradient, like the outputs, tells.
+
+        None where it does not: where labels are soft, or any number.
+        """
+        return None
+
 
 class Likelihood(ABC):
     """How outputs [N, ...] are read as a distribution."""
@@ -262,6 +269,13 @@ class _Classes(Prediction):
                 column[:, term] *= p[:, label : label + 1].sqrt()
                 yield self._like_outputs(column)
 
+    def loss_factor(self, gradient: Tensor) -> float | None:
+        """By the labels' entries: the gradient of a term is a multiple of p - e_y."""
+        rows = gradient.movedim(self.axis, -1).reshape(self.logits.shape)[self.counted].to(self.logits.dtype)
+        p, labels = self.probabilities[self.counted], rows.argmin(-1, keepdim=True)
+        left = (1 - p.gather(-1, labels)).squeeze(-1)
+        return _common_factor(-rows.gather(-1, labels).squeeze(-1), left)
+
     def _like_outputs(self, gradient: Tensor) -> Tensor:
         gradient = gradient * self.counted[..., None]
         return gradient.reshape(self.shape).movedim(-1, self.axis).to(self.dtype)
@@ -283,7 +297,7 @@ class Bernoulli(Likelihood):
         p = _at_least_float32(outputs).sigmoid()
         certain = p * (1 - p) <= torch.finfo(outputs.dtype).eps
         counted = ((gradient != 0) | certain).reshape(len(outputs), -1)
-        return _Independent(counted, outputs, p * (1 - p), draw=lambda g: p - torch.bernoulli(p, generator=g))
+        return _YesOrNo(counted, outputs, p * (1 - p), draw=lambda g: p - torch.bernoulli(p, generator=g))
 
     def losses(self, outputs: Tensor, targets: Tensor | None) -> Losses:
         """Binary cross-entropy of logits."""
@@ -355,6 +369,27 @@ class _Independent(Prediction):
     def _masked(self, gradient: Tensor) -> Tensor:
         counted = self.counted.reshape(self.outputs.shape)
         return (gradient.reshape(self.outputs.shape) * counted).to(self.outputs.dtype)
+
+
+class _YesOrNo(_Independent):
+    def loss_factor(self, gradient: Tensor) -> float | None:
+        """The gradient of a term is a multiple of p - y."""
+        counted = self.counted.reshape(self.outputs.shape)
+        g, p = (_at_least_float32(own[counted]) for own in (gradient, self.outputs.sigmoid()))
+        return _common_factor(g.abs(), torch.where(g > 0, p, 1 - p))
+
+
+UNCERTAIN, ALIKE = 1e-3, 0.2
+"""Which terms tell their factor: those whose label is not certain; by how much their factors may differ."""
+
+
+def _common_factor(sizes: Tensor, distances: Tensor) -> float | None:
+    """The mean of sizes / distances, if they are much the same."""
+    telling = distances > UNCERTAIN
+    factors = sizes[telling] / distances[telling]
+    if not factors.numel() or not bool(factors.std(correction=0) <= ALIKE * factors.mean()):
+        return None
+    return float(factors.mean())
 
 
 # -- no likelihood -------------------------------------------------------------------------------------

@@ -79,6 +79,11 @@ def accumulates(calls: Sequence[ModuleCall]) -> bool | None:
         return None
 
 
+def will_come_by(call: Call) -> bool:
+    """Whether the backward pass that is running comes to a call's outputs."""
+    return any(isinstance(edge, int) or (edge and will_run(edge.node)) for edge in call.edges)
+
+
 Arrived = list[Any]
 """What was taken of what has arrived at each of a call's outputs; None where nothing has."""
 

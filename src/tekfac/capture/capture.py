@@ -3,6 +3,9 @@
 When a backward pass arrives at the model's outputs (hooks.py), the vectors that make the Fisher (drawn labels,
 exact columns, or the training gradient itself) are sent from there down to the noted calls. What arrives there
 is kept, layer by layer, until the step reads it. The training gradient tells which targets are ignored.
+
+Of several predictions each has a Fisher of its own, and theirs are added up (docs/mathematics.md, section 6).
+The training gradient of all of them comes by the layers in one pass, and is taken as it comes: as that of all.
 """
 
 from __future__ import annotations
@@ -13,17 +16,19 @@ import math
 import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
-from functools import partial
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
+from statistics import mean
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from tekfac.capture.autograd import Descent, sending
+from tekfac.capture.autograd import Descent, sending, will_come_by
 from tekfac.capture.hooks import WHY_NOTHING_CAME, Arrival, ModelHooks
-from tekfac.capture.measurement import Measurement
+from tekfac.capture.likelihood_of_loss import LikelihoodsOfLosses
+from tekfac.capture.measurement import FisherKind, Measurement
 from tekfac.capture.module_calls import ModuleCall, is_unclear, versions
 from tekfac.capture.sample_axis import (
     InseparableError,
@@ -49,18 +54,47 @@ from tekfac.layers.batch import CapturedBatch, FormedBatch, LayerBatch, MomentBa
 from tekfac.layers.kinds.base import Application, RepetitionError
 from tekfac.layers.kinds.norm import UnitKind
 from tekfac.layers.layer import Layer
-from tekfac.likelihoods import Prediction, as_likelihood
+from tekfac.likelihoods import Gaussian, Likelihood, Prediction, Unknown
 
 logger = logging.getLogger("tekfac")
 
 
-class _Pass(NamedTuple):
-    """A forward and backward pass whose gradients are at its calls, or will be at the end of it."""
+@dataclass(eq=False)
+class _Pass:
+    """A forward and backward pass whose gradients are at its calls, or will be at the end of it.
 
+    Attributes:
+        source: the prediction, or predictions, that the gradients come from.
+        calls: of layers.
+        axis: what is known of the samples.
+        num_terms: of the loss.
+        counted: which of them count, [N, P].
+        real: which positions are real, [N, T], where the model was told.
+        selection: of samples to measure.
+        is_share: whether gradients are shares of the whole step's.
+    """
+
+    source: str
     calls: Sequence[ModuleCall]
     axis: SampleAxis
-    context: PassContext
+    num_terms: int
+    counted: Tensor
+    real: Tensor | None
     selection: Selection
+    is_share: bool
+
+    @cached_property
+    def context(self) -> PassContext:
+        """Known when all predictions that belong to the pass have arrived."""
+        return PassContext.of(self.num_terms, self.counted, self.real)
+
+
+class _Captured(NamedTuple):
+    """What a pass left for a layer."""
+
+    batch: CapturedBatch
+    source: str
+    is_share: bool
 
 
 class Capture:
@@ -70,6 +104,7 @@ class Capture:
         problems: what kept a forward pass from being captured, in words.
         sampling: the generator of drawn labels.
         choosing: the generator that samples to measure are chosen with.
+        likelihoods: of the model's predictions.
         counted: which terms of the next backward pass count, [N, P], where that is known. Otherwise the
             gradient tells: a term without any does not count, unless its prediction is certain.
         passes: forward and backward passes received since the last `clear`.
@@ -112,16 +147,18 @@ class Capture:
         self.passes = self.terms = self.samples = 0
         self.seconds = 0.0
         self._measurement = measurement
-        self._likelihood = as_likelihood(measurement.likelihood)
+        self.likelihoods = LikelihoodsOfLosses(measurement.likelihood)
         self._grad_scaler = grad_scaler
         self._statistics_samples: StatisticsSamples = statistics_samples
         self._may_be_summed = may_be_summed and statistics_samples == "auto"
         self._squaring = squaring
         self._measurements: Mapping[str, float] = {}
         self._only_training = only_training
-        self._hooks = ModelHooks(model, measurement, self, only_training=only_training)
+        self._hooks = ModelHooks(model, measurement, self.likelihoods, self, only_training=only_training)
         self._layers = {layer.name: layer for layer in layers}
-        self._batches: dict[str, list[CapturedBatch]] = {}
+        self._batches: dict[str, list[_Captured]] = {}
+        self._terms_of: Counter[str] = Counter()
+        self._weights: dict[str, list[float]] = {}
         self._unfinished: list[_Pass] = []
         self._loss_scale = 1.0
         self._adds_up = True
@@ -169,10 +206,10 @@ class Capture:
         self._layers = {layer.name: layer for layer in layers}
         batches = {name: own for name, own in self._batches.items() if name in self._layers}
         self._batches = {
-            name: [replace(batch, layer=self._layers[name]) for batch in own]
-            for name, own in batches.items()
-            if own[0].layer.has_same_uses_as(self._layers[name])
-            and all(batch.fits(self._layers[name]) for batch in own)
+            name: [own._replace(batch=replace(own.batch, layer=self._layers[name])) for own in captured]
+            for name, captured in batches.items()
+            if captured[0].batch.layer.has_same_uses_as(self._layers[name])
+            and all(own.batch.fits(self._layers[name]) for own in captured)
         }
         if self.armed:
             self._hooks.rearm(self._layers.values())
@@ -185,22 +222,31 @@ class Capture:
         return self._hooks.outputs
 
     def batches(self) -> dict[str, list[CapturedBatch]]:
-        """What was captured since the last `clear`, by layer name, one entry per forward pass."""
+        """What was captured since the last `clear`, by layer name, an entry for each prediction and pass."""
         self._finish()
-        factor = self._gradient_factor()
         return {
-            name: [replace(batch, gradient_factor=factor) for batch in own]
-            for name, own in self._batches.items()
+            name: [replace(own.batch, gradient_factor=self._factor(own, captured)) for own in captured]
+            for name, captured in self._batches.items()
         }
 
-    def _gradient_factor(self) -> float:
+    def _factor(self, own: _Captured, captured: Sequence[_Captured]) -> float:
         """What captured gradients are multiplied by, to be those of single terms.
 
         Gradients of a mean loss are shares of the whole step's, whose terms are all known only now; those of
-        drawn labels are whole ones.
+        drawn labels are whole ones. All of a layer's are divided by the terms of all of them, which stands for
+        the terms of those from the same predictions; the Fisher of a loss is weighed as the loss is.
         """
-        is_share = self._measurement.fisher == "empirical" and self._measurement.loss_reduction != "sum"
-        return (self.terms if is_share else 1) / self._loss_scale
+        factor = (self._terms_of[own.source] if own.is_share else 1) / self._loss_scale
+        if len(self._terms_of) > 1:
+            terms = sum(other.batch.num_terms for other in captured)
+            alike = sum(other.batch.num_terms for other in captured if other.source == own.source)
+            factor *= math.sqrt(self._weight_of(own.source) * terms / alike)
+        return factor
+
+    def _weight_of(self, source: str) -> float:
+        """The weight of a prediction's loss beside the heaviest; 1 where it is not known."""
+        heaviest = max(map(mean, self._weights.values()), default=1.0)
+        return mean(self._weights[source]) / heaviest if source in self._weights else 1.0
 
     @property
     def why_nothing_came(self) -> str:
@@ -214,6 +260,8 @@ class Capture:
         """Let go of what was captured."""
         self._batches, self._unfinished, self.problems = {}, [], []
         self.passes = self.terms = self.samples = 0
+        self._terms_of.clear()
+        self._weights.clear()
         self._hooks.outputs = None
         self._loss_scale = 1.0
         self._adds_up = True
@@ -264,52 +312,127 @@ class Capture:
         self.seconds += time.perf_counter() - start
 
     def _receive(self, arrival: Arrival) -> None:
-        batch_dim, fisher = self._measurement.batch_dim, self._measurement.fisher
-        outputs = arrival.outputs.movedim(batch_dim, 0)
-        gradient = arrival.gradient.movedim(batch_dim, 0)
-        prediction = self._likelihood.predict(outputs, gradient)
+        name, calls, outputs, gradient = arrival.awaited.name, arrival.calls, arrival.outputs, arrival.gradient
+        if outputs.ndim:
+            outputs, gradient = (own.movedim(self._measurement.batch_dim, 0) for own in (outputs, gradient))
+        likelihood = self.likelihoods.of(name, outputs, gradient, arrival.sort_of_loss)
+        if not outputs.ndim:
+            samples, calls = self._of_as_many_samples(calls)
+            outputs, gradient = (own.expand(samples, 1) for own in (outputs, gradient))
+        prediction = likelihood.predict(outputs, gradient)
         if self.counted is not None:
             prediction = replace(prediction, counted=self.counted)
         if prediction.doubt is not None:
             self._warn_once(prediction.doubt)
-        num_terms = self._num_terms(prediction)
+        num_terms, taken_by = self._num_terms(prediction), arrival.taken_by()
+        if taken_by is not None:
+            self._join(taken_by, num_terms, prediction.counted)
+            return
+        others = arrival.to_come() if self._is_joint else []
+        fisher = self._fisher_of(name, likelihood, is_alone=not others)
         self.passes += 1
-        self.terms += num_terms
         self.samples += len(outputs) if num_terms else 0
+        self._count(source := " + ".join(sorted([name, *others])), num_terms)
+        if fisher != "empirical" and arrival.awaited.siblings.count > 1:
+            self._weigh(source, prediction, gradient, num_terms)
         if fisher == "empirical" and self._grad_scaler is not None:
             self._loss_scale = self._grad_scaler.get_scale()
-        calls = arrival.calls
         if not calls and fisher == "sampled" and num_terms:
             prediction.sample(self.sampling.generator_on(outputs.device))  # later draws are as with more layers
-        if not num_terms or not calls:
+        if not calls or not (num_terms or others):
             return
         self._warn_of_other_samples(calls, outputs)
+        counted = torch.ones_like(prediction.counted) if others else prediction.counted
         # The last sample, since in a causal model with samples and positions mixed up it reaches most rows.
-        probed = int(prediction.counted.any(dim=1).nonzero()[-1])
-        unclear = self._samples_are_unclear(calls, outputs)
+        probed = int(counted.any(dim=1).nonzero()[-1])
         axis = SampleAxis(len(outputs), probed, may_be_joined=fisher == "sampled")
-        context = PassContext.of(num_terms, prediction.counted, arrival.real)
-        selection = Selection(self._statistics_samples, prediction.counted, self.choosing)
+        selection = Selection(self._statistics_samples, counted, self.choosing)
+        is_share = fisher == "empirical" and self._measurement.loss_reduction != "sum"
+        comes_by = fisher == "empirical" and bool(arrival.adds_up) and self._is_joint
+        if others:
+            calls = [noted for noted in calls if will_come_by(noted.call)]
+        unclear = self._samples_are_unclear(calls, outputs)
         descent = Descent(arrival.edge, [noted.call for noted in calls])
         for noted in self._probed_clear(descent, arrival, axis) if unclear else calls:
-            self._select_early(noted, len(outputs), selection)
-        passed = _Pass(calls, axis, context, selection)
-        if fisher == "empirical" and arrival.adds_up and descent.will_run():
+            self._select_early(noted, len(outputs), selection, once=fisher == "empirical")
+        passed = _Pass(
+            source, calls, axis, num_terms, prediction.counted, arrival.awaited.real, selection, is_share
+        )
+        if comes_by and (others or descent.will_run()):
             for noted in calls:
                 settle(noted)
             descent.wait(arrival.gradient)
+            arrival.join(others, passed)
             self._unfinished.append(passed)
-        else:
-            self._send(descent, calls, self._vectors(prediction, gradient, outputs.device))
+        elif arrival.outputs.ndim:
+            self._send(descent, calls, self._vectors(fisher, prediction, gradient, outputs.device))
             self._keep(passed)
 
-    def _select_early(self, noted: ModuleCall, samples: int, selection: Selection) -> None:
+    def _of_as_many_samples(self, calls: Sequence[ModuleCall]) -> tuple[int, list[ModuleCall]]:
+        """How many samples most layers were called with, and their calls, where outputs are a lone number.
+
+        What the others were called with cannot be told apart by sample.
+        """
+        lengths = [len(noted.call.kept["input"]) for noted in calls if noted.call.kept.keys() == {"input"}]
+        samples = Counter(lengths).most_common(1)[0][0] if lengths else 1
+        clear = [noted for noted in calls if clear_layer(noted, samples) is not None]
+        for noted in calls:
+            if noted not in clear:
+                names = [layer.name for layer in noted.watched.layers.values()]
+                self._leave_out(names, "the model returned its loss alone, and no predictions")
+        return samples, clear
+
+    @property
+    def costs_no_pass(self) -> bool:
+        """Whether what is measured comes by in the user's own backward passes, as far as is known."""
+        found = list(self.likelihoods.found.values())
+        is_sampled = self._measurement.fisher == "auto" and len(found) == 1 and isinstance(found[0], Gaussian)
+        return self._is_joint and not is_sampled
+
+    @property
+    def _is_joint(self) -> bool:
+        """Whether predictions are measured together, as their gradients come by in the user's own pass."""
+        return self._measurement.fisher in ("auto", "empirical")
+
+    def _fisher_of(self, name: str, likelihood: Likelihood, *, is_alone: bool) -> FisherKind:
+        """What the Fisher of a prediction is an expectation over."""
+        wanted = self._measurement.fisher
+        if wanted == "auto":
+            return "sampled" if isinstance(likelihood, Gaussian) and is_alone else "empirical"
+        if wanted != "empirical" and isinstance(likelihood, Unknown):
+            if name in self.likelihoods.found:
+                self._warn_once(
+                    f"the likelihood of the loss is not known, so that fisher={wanted!r} has no labels to go "
+                    "by: the training gradients are measured instead. Say what it is: likelihood=..."
+                )
+            return "empirical"
+        return wanted
+
+    def _count(self, source: str, num_terms: int) -> None:
+        self.terms += num_terms
+        self._terms_of[source] += num_terms
+
+    def _weigh(self, source: str, prediction: Prediction, gradient: Tensor, num_terms: int) -> None:
+        """Note the weight of a loss, as far as its gradient tells."""
+        factor = prediction.loss_factor(gradient)
+        if factor is not None:
+            terms = 1 if self._measurement.loss_reduction == "sum" else num_terms
+            self._weights.setdefault(source, []).append(factor * terms)
+
+    def _join(self, passed: _Pass, num_terms: int, counted: Tensor) -> None:
+        """Let the terms of another prediction count in a pass that takes its gradients, too."""
+        more = max(0, num_terms - passed.num_terms)
+        passed.num_terms += more
+        self._count(passed.source, more)
+        same = counted.shape == passed.counted.shape
+        passed.counted = passed.counted | counted if same else torch.ones_like(passed.counted[:, :1])
+
+    def _select_early(self, noted: ModuleCall, samples: int, selection: Selection, *, once: bool) -> None:
         """Keep only what is measured of a call, where samples are its first axis for sure."""
         layer = clear_layer(noted, samples)
         if layer is None:
             return
         chosen = self._chosen(selection, layer, math.prod(noted.call.shapes[0]), samples)
-        once = self._measurement.fisher == "empirical"
         if isinstance(chosen, Sums):
             take_sums(noted, layer, chosen, self._squaring, once=once)
             return
@@ -333,11 +456,13 @@ class Capture:
             return int(prediction.counted.sum())
         return int(prediction.counted.any(dim=1).sum())
 
-    def _vectors(self, prediction: Prediction, gradient: Tensor, device: torch.device) -> Iterator[Tensor]:
+    def _vectors(
+        self, fisher: FisherKind, prediction: Prediction, gradient: Tensor, device: torch.device
+    ) -> Iterator[Tensor]:
         """The vectors, shaped like the outputs, that are back-propagated one by one."""
-        if self._measurement.fisher == "sampled":
+        if fisher == "sampled":
             yield prediction.sample(self.sampling.generator_on(device))
-        elif self._measurement.fisher == "exact":
+        elif fisher == "exact":
             yield from prediction.columns()
         else:
             yield gradient
@@ -432,7 +557,7 @@ class Capture:
             batch = self._joined(layers[name], applications, early.get(name), passed)
             if batch is not None:
                 self._probed.add(name)
-                self._batches.setdefault(name, []).append(batch)
+                self._keep_batch(name, batch, passed)
 
     def _keep_formed(self, noted: ModuleCall, passed: _Pass) -> None:
         """Take over gradients that were formed where they arrived."""
@@ -443,7 +568,10 @@ class Capture:
         if arrived and layer.weight.requires_grad:
             batch = self._formed(layer, arrived, call.rows, passed)
             self._probed.add(layer.name)
-            self._batches.setdefault(layer.name, []).append(batch)
+            self._keep_batch(layer.name, batch, passed)
+
+    def _keep_batch(self, name: str, batch: CapturedBatch, passed: _Pass) -> None:
+        self._batches.setdefault(name, []).append(_Captured(batch, passed.source, passed.is_share))
 
     def _formed(
         self, layer: Layer, arrived: Sequence[Any], rows: Tensor | None, passed: _Pass

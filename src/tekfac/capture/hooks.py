@@ -29,12 +29,13 @@ from torch.utils.hooks import RemovableHandle
 from tekfac.capture.autograd import (
     REENTRANT,
     accumulates,
-    edge_below,
     is_sending,
-    made_by,
     records_gradients,
 )
+from tekfac.capture.awaiting import Awaited, awaited
 from tekfac.capture.compiled import EagerForward
+from tekfac.capture.likelihood_of_loss import LikelihoodsOfLosses
+from tekfac.capture.loss_graph import LossSort, sort_of_loss
 from tekfac.capture.measurement import Measurement
 from tekfac.capture.module_calls import (
     ModuleCall,
@@ -44,15 +45,20 @@ from tekfac.capture.module_calls import (
     versions,
     watched_modules,
 )
-from tekfac.capture.outputs import find_outputs
+from tekfac.capture.outputs import ONLY, find_outputs, the_output
 from tekfac.capture.padding import real_positions
 from tekfac.common.phases import Phase
 from tekfac.common.precision import without_autocast
-from tekfac.common.torch_internals import never_compiled, running_node
+from tekfac.common.torch_internals import (
+    never_compiled,
+    roots_of_running_pass,
+    running_node,
+    running_pass,
+)
 from tekfac.layers.kinds.base import Call
 from tekfac.layers.kinds.replay import random_state
 from tekfac.layers.layer import Layer
-from tekfac.likelihoods import OutputShapeError, as_likelihood
+from tekfac.likelihoods import OutputShapeError
 
 NOT_CALLED, IN_EVAL_MODE, CALLED, NO_GRADIENT, RECEIVED = range(5)
 """How far the passes of a step have come, on their way to statistics."""
@@ -70,23 +76,40 @@ WHY_NOTHING_CAME = {
 
 @dataclass(frozen=True)
 class Arrival:
-    """A backward pass that has come to the model's outputs, with the graph below still whole.
+    """A backward pass that has come to a prediction, with the graph below still whole.
 
     Attributes:
-        edge: of the outputs, from which vectors can be sent down.
-        outputs: the predictions.
-        gradient: of the loss, shaped like the outputs.
-        calls: of the layers' modules in the forward pass, as far as the outputs depend on them.
-        real: which positions are real, [N, T], where the model was told.
+        awaited: the prediction, and what was noted of it in the forward pass.
+        edge: of the prediction, from which vectors can be sent down.
+        outputs: the prediction.
+        gradient: of the loss, of the same shape.
+        calls: of the layers' modules in the forward pass, made before.
         adds_up: whether the pass adds to gradients of parameters; None for one that collects them otherwise.
     """
 
+    awaited: Awaited
     edge: GradientEdge
     outputs: Tensor
     gradient: Tensor
     calls: list[ModuleCall]
-    real: Tensor | None
     adds_up: bool | None
+
+    def sort_of_loss(self) -> LossSort | None:
+        """What the loss is of the prediction, as the graph between them shows; None where it cannot be seen."""
+        roots = roots_of_running_pass()
+        return sort_of_loss(roots, self.edge.node, self.edge.output_nr) if roots else None
+
+    def to_come(self) -> list[str]:
+        """Names of the other predictions that this pass will come to."""
+        return self.awaited.to_come() if self.adds_up else []
+
+    def join(self, names: Iterable[str], taken_by: Any) -> None:
+        """Note that something takes what comes by other predictions, too."""
+        self.awaited.siblings.joined.update(dict.fromkeys(names, taken_by))
+
+    def taken_by(self) -> Any:
+        """What takes this one's gradients since an earlier arrival of the same pass; None if nothing does."""
+        return self.awaited.siblings.joined.pop(self.awaited.name, None)
 
 
 class Listener(Protocol):
@@ -113,14 +136,20 @@ class ModelHooks:
     """
 
     def __init__(
-        self, model: nn.Module, measurement: Measurement, listener: Listener, *, only_training: bool
+        self,
+        model: nn.Module,
+        measurement: Measurement,
+        likelihoods: LikelihoodsOfLosses,
+        listener: Listener,
+        *,
+        only_training: bool,
     ) -> None:
         self.progress = NOT_CALLED
         self.outputs: Tensor | None = None
         self._model = weakref.ref(model)
         self._listener = weakref.ref(listener)
-        self._likelihood = as_likelihood(measurement.likelihood)
-        self._select = measurement.outputs or find_outputs
+        self._likelihoods = likelihoods
+        self._select = measurement.outputs
         self._padding_mask = measurement.padding_mask
         self._only_training = only_training
         self._eager = EagerForward()
@@ -243,56 +272,61 @@ class ModelHooks:
         self.progress = max(self.progress, CALLED)
         if self._only_training and not window.calls:
             return
-        outputs = self._select(output)
-        if not isinstance(outputs, Tensor):
-            raise OutputShapeError(
-                f"The function outputs= gave a {type(outputs).__name__}. Expected a tensor of predictions, one "
-                "of those that the model returned."
-            )
-        self._likelihood.check(outputs)
+        predictions = self._predictions(output)
+        self._likelihoods.check(predictions)
         self.progress = max(self.progress, NO_GRADIENT)
         if not self._only_training:
-            self.outputs = outputs
-        self._wait_for_gradient(window, outputs)
+            (self.outputs,) = predictions.values()
+        for waiting, prediction, node in awaited(window, predictions):
+            self._wait(waiting, prediction, node)
+
+    def _predictions(self, returned: Any) -> dict[str, Tensor]:
+        if self._select is None:
+            found = find_outputs(returned)
+            return found if self._only_training else {ONLY: the_output(found)}
+        selected = self._select(returned)
+        try:
+            return find_outputs(selected)
+        except OutputShapeError as error:
+            raise OutputShapeError(
+                f"The function outputs= gave a {type(selected).__name__}. Expected a tensor of predictions, "
+                "one of those that the model returned, or a tuple, list, dict or dataclass of several."
+            ) from error
 
     # -- the backward pass -----------------------------------------------------------------------------
 
-    def _wait_for_gradient(self, window: Window, outputs: Tensor) -> None:
-        """Hang a hook on the outputs that hands the window over when their gradient arrives."""
-        node, output_nr = made_by(outputs)
-        if node is None or outputs.numel() == 0:
-            return
-        # What was called after the outputs were made gets nothing from them, and must not be owned here.
-        for noted in window.calls:
-            noted.call.edges = [edge_below(node, edge) for edge in noted.call.edges]
-        window.calls = [noted for noted in window.calls if any(edge is not None for edge in noted.call.edges)]
-        hooks, values = weakref.ref(self), outputs.detach().clone()
+    def _wait(self, waiting: Awaited, prediction: Tensor, node: Any) -> None:
+        """Hang a hook on a prediction that hands over what was noted when its gradient arrives."""
+        hooks, output_nr = weakref.ref(self), waiting.output_nr
 
-        def at_outputs(gradient: Tensor | None) -> None:
+        def at_prediction(gradient: Tensor | None) -> None:
             owner = hooks()
             if owner is not None and gradient is not None:
-                owner._arrived(window, values, output_nr, gradient)
+                owner._arrived(waiting, gradient)
 
-        if node is outputs.grad_fn:
-            outputs.register_hook(at_outputs)  # type: ignore[no-untyped-call]
+        if node is prediction.grad_fn:
+            prediction.register_hook(at_prediction)  # type: ignore[no-untyped-call]
         else:
-            node.register_prehook(lambda gradients: at_outputs(gradients[output_nr]))
+            node.register_prehook(lambda gradients: at_prediction(gradients[output_nr]))
 
-    def _arrived(self, window: Window, outputs: Tensor, output_nr: int, gradient: Tensor) -> None:
-        """The gradient of the outputs is here; runs inside of the user's backward pass."""
-        listener = self._listener()
-        if listener is None or is_sending() or window.used:
+    def _arrived(self, waiting: Awaited, gradient: Tensor) -> None:
+        """The gradient of a prediction is here; runs inside of the user's backward pass."""
+        listener, siblings = self._listener(), waiting.siblings
+        if listener is None or is_sending() or waiting.used:
             return
-        adds_up = accumulates(window.calls)
+        adds_up = accumulates(waiting.calls)
         if self._only_training and adds_up is False:
             return
+        siblings.begin(running_pass())
+        if waiting.name in siblings.inner:
+            return
+        siblings.inner |= waiting.made_of
         self.progress = RECEIVED
-        calls, window.calls, window.used = window.calls, [], True
-        edge = GradientEdge(running_node(), output_nr)
+        calls, waiting.calls, waiting.used = waiting.calls, [], True
+        edge = GradientEdge(running_node(), waiting.output_nr)
+        outputs = waiting.values.to(gradient.dtype)
         with without_autocast(gradient.device):  # backward() may be called inside of one
-            listener.pass_arrived(
-                Arrival(edge, outputs.to(gradient.dtype), gradient, calls, window.real, adds_up)
-            )
+            listener.pass_arrived(Arrival(waiting, edge, outputs, gradient, calls, adds_up))
 
 
 class _Hook:

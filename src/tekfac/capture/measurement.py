@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from numbers import Integral
-from typing import Any, Literal, TypedDict
+from typing import Any, ClassVar, Literal, TypedDict
 
 import torch
 
+from tekfac.capture.likelihood_of_loss import require_likelihood
 from tekfac.capture.outputs import OutputSelector
 from tekfac.capture.padding import PaddingMask
 from tekfac.common.checks import require_axis, require_choice, require_whole
 from tekfac.layers.side_forms import DEFAULT_MAX_DIM, LARGE_DIMS, LargeDims, MaxDim, SideRule
-from tekfac.likelihoods import Likelihood, SampledLoss, as_likelihood
+from tekfac.likelihoods import Likelihood, SampledLoss
 
 FisherKind = Literal["sampled", "empirical", "exact"]
 FISHER_KINDS: tuple[FisherKind, ...] = ("sampled", "empirical", "exact")
+
+OneLikelihood = str | Likelihood | SampledLoss
+LikelihoodSetting = OneLikelihood | Mapping[str, OneLikelihood]
 
 LossReduction = Literal["mean", "batchmean", "sum"]
 LOSS_REDUCTIONS: tuple[LossReduction, ...] = ("mean", "batchmean", "sum")
@@ -28,8 +33,9 @@ class Measurement:
     Attributes:
         fisher: "sampled" (one label per term, drawn from the model's own prediction), "empirical" (the data's
             own labels) or "exact" (all labels, each with its probability).
-        likelihood: what the outputs mean: "categorical", "bernoulli", "gaussian", a
-            tekfac.likelihoods.Likelihood, or a callable (outputs, generator) -> losses of drawn labels.
+        likelihood: what the outputs mean: "auto" (what their loss shows), "categorical", "bernoulli",
+            "gaussian", a tekfac.likelihoods.Likelihood, or a callable (outputs, generator) -> losses of drawn
+            labels; or a mapping of names of predictions to such.
         loss_reduction: how the loss adds up its terms: "mean", "batchmean" or "sum".
         batch_dim: the axis of the model's outputs that holds the samples.
         outputs: a function from what the model returns to its predictions, where that is not plain.
@@ -43,8 +49,8 @@ class Measurement:
         seed: of the generator that draws labels; None: torch.initial_seed().
     """
 
-    fisher: FisherKind = "sampled"
-    likelihood: str | Likelihood | SampledLoss = "categorical"
+    fisher: FisherKind | Literal["auto"] = "sampled"
+    likelihood: LikelihoodSetting = "categorical"
     loss_reduction: LossReduction = "mean"
     batch_dim: int = 0
     outputs: OutputSelector | None = None
@@ -55,9 +61,11 @@ class Measurement:
     memory_budget: int = 256 * 2**20
     seed: int | None = None
 
+    fishers: ClassVar[tuple[str, ...]] = FISHER_KINDS
+
     def __post_init__(self) -> None:
-        require_choice("fisher", self.fisher, FISHER_KINDS)
-        as_likelihood(self.likelihood)
+        require_choice("fisher", self.fisher, self.fishers)
+        require_likelihood(self.likelihood)
         require_choice("loss_reduction", self.loss_reduction, LOSS_REDUCTIONS)
         require_axis("batch_dim", self.batch_dim)
         if self.outputs is not None and not callable(self.outputs):
@@ -89,7 +97,7 @@ class MeasurementKeywords(TypedDict, total=False):
     """The names of `Measurement`, for the type checker, where a function takes them as keywords."""
 
     fisher: FisherKind
-    likelihood: str | Likelihood | SampledLoss
+    likelihood: OneLikelihood
     loss_reduction: LossReduction
     batch_dim: int
     outputs: OutputSelector | None

@@ -61,12 +61,10 @@ class Window:
     Attributes:
         calls: of its layers' modules.
         real: which positions are real, [N, T], where the model was told.
-        used: whether a backward pass has come by.
     """
 
     calls: list[ModuleCall] = field(default_factory=list)
     real: Tensor | None = None
-    used: bool = False
 
 
 def watched_modules(layers: Iterable[Layer]) -> list[WatchedModule]:

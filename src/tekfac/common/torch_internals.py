@@ -50,6 +50,11 @@ def will_run(node: Any) -> bool:
     return bool(torch._C._will_engine_execute_node(node))
 
 
+def running_pass() -> int:
+    """A number of the backward pass that runs in this thread; -1 outside of one. No public name tells."""
+    return int(torch._C._current_graph_task_id())
+
+
 def sequence_number(node: Any) -> int:
     """When the forward pass made a node: later ones have larger numbers.
 

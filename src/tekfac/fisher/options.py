@@ -8,8 +8,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from tekfac.capture.measurement import FisherKind, Measurement, MeasurementKeywords
+from tekfac.capture.measurement import FisherKind, Measurement, MeasurementKeywords, OneLikelihood
 from tekfac.common.checks import require_keywords
+from tekfac.likelihoods import as_likelihood
 
 LossOfBatch = Callable[[nn.Module, Any], Tensor]
 """(model, batch) -> the training loss of the batch, a scalar."""
@@ -33,6 +34,7 @@ class Options(Measurement):
     """
 
     fisher: FisherKind = "exact"
+    likelihood: OneLikelihood = "categorical"
     seed: int = 0
     layers: Iterable[str] | None = None
     loss: LossOfBatch | None = None
@@ -40,6 +42,7 @@ class Options(Measurement):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        as_likelihood(self.likelihood)
         if self.seed is None:
             raise ValueError("Invalid seed: None. Expected a whole number: blocks are measured reproducibly.")
         if isinstance(self.layers, str):

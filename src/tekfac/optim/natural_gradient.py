@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from tekfac.capture.capture import Capture
-from tekfac.capture.measurement import FisherKind, LossReduction
+from tekfac.capture.measurement import FisherKind, LikelihoodSetting, LossReduction
 from tekfac.capture.outputs import OutputSelector
 from tekfac.capture.padding import PaddingMask
 from tekfac.capture.selection import StatisticsSamples
@@ -28,7 +28,7 @@ from tekfac.curvature.stacks import StepInputs
 from tekfac.damping import BetaReading, DampingRule, as_rule
 from tekfac.layers.layer import Layer
 from tekfac.layers.side_forms import LargeDims, MaxDim
-from tekfac.likelihoods import Likelihood, SampledLoss
+from tekfac.likelihoods import Likelihood
 from tekfac.methods import Method, natural_settings, paper_settings
 from tekfac.optim import messages
 from tekfac.optim.first_order import adam_directions
@@ -97,7 +97,7 @@ class NaturalGradient(Optimizer):
         # its measurement
         fisher: FisherKind | Literal["auto"] = "auto",
         statistics_samples: StatisticsSamples = "auto",
-        likelihood: str | Likelihood | SampledLoss = "categorical",
+        likelihood: LikelihoodSetting = "auto",
         loss_reduction: LossReduction = "mean",
         batch_dim: int = 0,
         outputs: OutputSelector | None = None,
@@ -164,15 +164,17 @@ class NaturalGradient(Optimizer):
             track_basis: whether to renew an eigenbasis that is nearly right by one orthogonal iteration, which
                 takes less time than a decomposition.
             fisher: "sampled" labels (from the model's own prediction), "empirical" or "exact"; "auto": sampled
-                with a Gaussian likelihood, else empirical, which costs no backward pass.
+                where the only prediction is Gaussian, else empirical, which costs no backward pass.
             statistics_samples: of each batch, drawn at random, that curvature is measured on; None: all;
                 "auto": all where a layer uses its weights once per sample; else some or all in a few sums with
                 random signs, where sharing is exact, or as many as the running averages still need.
-            likelihood: "categorical", "bernoulli", "gaussian", a tekfac.likelihoods.Likelihood, or a callable
-                (outputs, generator) -> losses of drawn labels.
+            likelihood: "auto": what the gradient of the loss shows; "categorical", "bernoulli", "gaussian", a
+                tekfac.likelihoods.Likelihood, or a callable (outputs, generator) -> losses of drawn labels; or
+                a mapping of names of predictions to such.
             loss_reduction: how the loss adds up its terms: "mean", "batchmean" or "sum".
             batch_dim: the axis of the model's outputs that holds the samples.
-            outputs: a function from what the model returns to its predictions, where that is not plain.
+            outputs: a function from what the model returns to its prediction or predictions, where these are
+                not all that get a gradient.
             padding_mask: the argument of the model, or a function of its arguments, that tells which positions
                 are real; None: attention_mask and key padding masks are found.
             max_dim: inputs or outputs of a layer beyond which that side of its block takes a cheaper form;
@@ -493,7 +495,7 @@ class NaturalGradient(Optimizer):
     def _decide_on_turns(self) -> None:
         """Let layers take turns where that is for nothing; known when the first step is taken."""
         on_cpu = next(iter(self._names)).device.type == "cpu"
-        is_free = self._settings.fisher == "empirical" and on_cpu and not self._capture.is_compiled
+        is_free = self._capture.costs_no_pass and on_cpu and not self._capture.is_compiled
         self._by_turns = is_free and sum(map(cost_of_refresh, self._layers.values())) > WORTH_TURNS
         self._schedule = self._new_schedule()
 
@@ -668,6 +670,14 @@ class NaturalGradient(Optimizer):
         return self._network.signals(self._damping_rules())
 
     @property
+    def likelihoods(self) -> dict[str, Likelihood]:
+        """What the model's predictions mean, by their names, as far as it is known: as was set, or as found.
+
+        A single tensor has the name "". `tekfac.likelihoods.Unknown` stands for a loss that has none.
+        """
+        return self._capture.likelihoods.found
+
+    @property
     def steps_since_refresh(self) -> int:
         """Steps taken since a refresh of the eigenbasis was last due: by turns, of the first turn's layers."""
         return self._schedule.steps_since_refresh(self._num_steps - 1) if self._num_steps else 0
@@ -703,6 +713,7 @@ class NaturalGradient(Optimizer):
             "recipe": self._recipe_in_words(),
             "sampling": self._capture.sampling.state(),
             "choosing": self._capture.choosing.state(),
+            "likelihoods": self._capture.likelihoods.state(),
         }
         blocks, motions = self._network.separate_blocks(), self._network.motions
         return to_torch(super().state_dict(), self.param_groups, self._layers, blocks, motions, whole)
@@ -721,6 +732,7 @@ class NaturalGradient(Optimizer):
         blocks, motions = saved.blocks(), saved.motions()
         self._capture.sampling.load(saved.whole["sampling"])  # which fails if its device is not here
         self._capture.choosing.load(saved.whole["choosing"])
+        self._capture.likelihoods.load(saved.whole.get("likelihoods", "{}"))
         super().load_state_dict(saved.for_torch())
         for (
             parameter,

@@ -10,12 +10,12 @@ import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
 from numbers import Real
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
 
-from tekfac.capture.measurement import FisherKind, Measurement
+from tekfac.capture.measurement import FISHER_KINDS, FisherKind, LikelihoodSetting, Measurement
 from tekfac.capture.selection import StatisticsSamples
 from tekfac.common.checks import require_choice, require_keywords, require_whole
 from tekfac.damping import (
@@ -27,7 +27,6 @@ from tekfac.damping import (
     as_rule,
 )
 from tekfac.layers.side_forms import MaxDim
-from tekfac.likelihoods import Gaussian, as_likelihood
 from tekfac.methods import Method, default_settings, refused_settings
 from tekfac.optim.param_groups import Selected
 
@@ -72,7 +71,8 @@ OF_OWN_DAMPING = {"trace_floor", "beta"}
 class Settings(Measurement):
     """Settings of a whole optimizer; a param group has lr, momentum, weight_decay, damping, first_order."""
 
-    fisher: FisherKind = "empirical"
+    fisher: FisherKind | Literal["auto"] = "auto"
+    likelihood: LikelihoodSetting = "auto"
     max_dim: MaxDim = "auto"
     power: float = 0.5
     rescaling: Rescaling = "moving"
@@ -102,6 +102,8 @@ class Settings(Measurement):
     turns: bool | Literal["auto"] = "auto"
     basis_tolerance: float = DEFAULT_BASIS_TOLERANCE
     track_basis: bool = False
+
+    fishers: ClassVar[tuple[str, ...]] = (*FISHER_KINDS, AUTO)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -197,11 +199,9 @@ def resolve(method: Method, keywords: Mapping[str, Any]) -> Settings:
         for name, value in keywords.items()
         if name in NAMES
         and not (name in OF_SOME_METHODS and value is None)
-        and not (name in ("damping", "sharing", "fisher") and isinstance(value, str) and value == AUTO)
+        and not (name in ("damping", "sharing") and isinstance(value, str) and value == AUTO)
     }
     defaults = default_settings(method, is_moving=is_moving)
-    if isinstance(as_likelihood(given.get("likelihood", Settings.likelihood)), Gaussian):
-        defaults["fisher"] = "sampled"
     if given.keys() & OF_OWN_DAMPING:
         defaults["damping"] = None
     settings = Settings(**{**defaults, **given})

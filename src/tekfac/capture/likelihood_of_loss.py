@@ -1,0 +1,183 @@
+"""The likelihood of each of a model's predictions: as it was set, or found from the loss and kept."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from tekfac.capture.loss_graph import LossSort
+from tekfac.capture.recognition import Finding, recognised
+from tekfac.likelihoods import Bernoulli, Categorical, Gaussian, Likelihood, Unknown, as_likelihood
+
+logger = logging.getLogger("tekfac")
+
+AUTO = "auto"
+
+UNKNOWN = Unknown()
+"""Stands for a loss that belongs to no likelihood that is known, and for one that nothing is known of yet."""
+
+KINDS: dict[str, type[Likelihood]] = {
+    kind.__name__.lower(): kind for kind in (Categorical, Bernoulli, Gaussian, Unknown)
+}
+"""What can be found, by the names that a saved state has."""
+
+RARELY = 1024
+"""Gradients between two looks at the loss, in the end; the first, second, fourth, ... are looked at, too."""
+
+
+@dataclass
+class _Known:
+    """Of one prediction.
+
+    Attributes:
+        likelihood: that was found; None: nothing is known yet.
+        seen: gradients that have arrived.
+    """
+
+    likelihood: Likelihood | None = None
+    seen: int = 0
+
+    def is_to_be_checked(self) -> bool:
+        """Whether the gradient that was just counted is to be looked at."""
+        return self.likelihood is None or self.seen & (self.seen - 1) == 0 or self.seen % RARELY == 0
+
+
+class LikelihoodsOfLosses:
+    """Tells the likelihood of a prediction when the gradient of its loss arrives."""
+
+    def __init__(self, setting: Any) -> None:
+        """Know nothing of any loss yet.
+
+        Args:
+            setting: "auto", what `as_likelihood` takes, or a mapping of names of predictions to such.
+        """
+        self._for_all: Likelihood | None = None
+        self._named: dict[str, Likelihood | None] = {}
+        if isinstance(setting, Mapping):
+            self._named = {str(name): _as_set(value) for name, value in setting.items()}
+        else:
+            self._for_all = _as_set(setting)
+        self._known: dict[str, _Known] = {}
+
+    def set_for(self, name: str) -> Likelihood | None:
+        """The likelihood that was set for a prediction; None: it is to be found."""
+        return self._named.get(name, self._for_all)
+
+    def check(self, predictions: Mapping[str, Tensor]) -> None:
+        """What can be known in the forward pass.
+
+        Raises:
+            OutputShapeError: where the only prediction does not have the shape that its likelihood reads.
+            ValueError: for a likelihood that was set for a prediction which is not there.
+        """
+        strange = [name for name in self._named if name not in predictions]
+        if strange:
+            raise ValueError(
+                f"likelihood= names {', '.join(map(repr, strange))}, but the predictions in what the model "
+                f"returned are {', '.join(map(repr, predictions)) or 'none'}. Expected their names: keys, "
+                "fields or places, as '0' or 'heads.box'; a single tensor has the name ''."
+            )
+        if len(predictions) == 1:
+            ((name, prediction),) = predictions.items()
+            likelihood = self.set_for(name)
+            if likelihood is not None:
+                likelihood.check(prediction)
+
+    def of(
+        self, name: str, outputs: Tensor, gradient: Tensor, loss: Callable[[], LossSort | None]
+    ) -> Likelihood:
+        """The likelihood of a prediction; UNKNOWN where there is none, or none was found yet.
+
+        Args:
+            name: of the prediction.
+            outputs: samples first.
+            gradient: of the loss, of the same shape.
+            loss: tells what it is of the outputs, as far as the graph shows.
+        """
+        known = self._known.setdefault(name, _Known())
+        known.seen += 1
+        explicit = self.set_for(name)
+        if known.is_to_be_checked() and type(explicit) in (type(None), *KINDS.values()):
+            finding = recognised(outputs, gradient, loss()) if outputs.ndim else Finding(UNKNOWN)
+            if finding.is_certain:
+                found = finding.likelihood or UNKNOWN
+                _tell(name, found, known.likelihood, explicit)
+                known.likelihood = found
+        return explicit or known.likelihood or UNKNOWN
+
+    @property
+    def found(self) -> dict[str, Likelihood]:
+        """What is known so far, by the names of predictions: what was set, or else was found."""
+        both = {name: self.set_for(name) or known.likelihood for name, known in self._known.items()}
+        return {name: likelihood for name, likelihood in both.items() if likelihood is not None}
+
+    def state(self) -> str:
+        """What was found, to go on from."""
+        plain = {name: [known.seen, _to_plain(known.likelihood)] for name, known in self._known.items()}
+        return json.dumps(plain)
+
+    def load(self, state: str) -> None:
+        """Go on from a saved state."""
+        self._known = {
+            name: _Known(_from_plain(plain), seen) for name, (seen, plain) in json.loads(state).items()
+        }
+
+
+def require_likelihood(setting: Any) -> None:
+    """Raise ValueError for what `LikelihoodsOfLosses` does not take."""
+    if isinstance(setting, Mapping) and not setting:
+        raise ValueError("Invalid likelihood: {}. Expected names of predictions, each with its likelihood.")
+    for value in setting.values() if isinstance(setting, Mapping) else [setting]:
+        _as_set(value)
+
+
+def _as_set(value: Any) -> Likelihood | None:
+    return None if isinstance(value, str) and value == AUTO else as_likelihood(value)
+
+
+def _tell(name: str, found: Likelihood, before: Likelihood | None, explicit: Likelihood | None) -> None:
+    """Say what was found, once; and what speaks against what was set."""
+    of = f" of the prediction {name!r}" if name else ""
+    if found == before:
+        return
+    if explicit is not None:
+        if found is not UNKNOWN and type(found) is not type(explicit):
+            logger.warning(
+                "The loss%s is that of %s, but likelihood=%r was set. Leave it out to have it found.",
+                of,
+                in_words(found),
+                type(explicit).__name__.lower(),
+            )
+        return
+    level = logging.INFO if before is None else logging.WARNING
+    now = "" if before is None else f" no longer that of {in_words(before)}, but"
+    logger.log(level, "The loss%s is%s that of %s.", of, now, in_words(found))
+
+
+def in_words(likelihood: Likelihood) -> str:
+    """For the log."""
+    if isinstance(likelihood, Unknown):
+        return "no likelihood that is known: its gradients have an empirical Fisher, and no other"
+    along = getattr(likelihood, "class_dim", None)
+    return f"a {type(likelihood).__name__.lower()} likelihood" + (
+        "" if along is None else f", with classes along axis {along}"
+    )
+
+
+def _to_plain(likelihood: Likelihood | None) -> list[Any] | None:
+    if likelihood is None:
+        return None
+    (name,) = (name for name, kind in KINDS.items() if type(likelihood) is kind)
+    return [name, vars(likelihood)]
+
+
+def _from_plain(plain: Iterable[Any] | None) -> Likelihood | None:
+    if plain is None:
+        return None
+    name, values = plain
+    return KINDS[name](**values)
