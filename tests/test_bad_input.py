@@ -129,7 +129,7 @@ def test_logits_without_an_axis_of_classes_are_refused_with_the_shapes_that_fit(
             return out if shape else out.sum()
 
     model = Odd().double()
-    optimizer = TEKFAC(model)
+    optimizer = TEKFAC(model, likelihood="categorical")
     with pytest.raises(OutputShapeError, match=r"\[N, C\].*likelihood='bernoulli'") as error:
         model(vectors(1)[0][0])
     assert str(list(shape)) in str(error.value)
@@ -146,7 +146,7 @@ def test_a_class_axis_that_is_not_there_is_refused() -> None:
 
 def test_a_loss_that_does_not_tell_the_class_axis_is_refused_with_the_way_out() -> None:
     model = nn.Sequential(nn.Linear(5, 4), nn.Unflatten(1, (2, 2))).double()
-    optimizer = TEKFAC(model)
+    optimizer = TEKFAC(model, likelihood="categorical")
     with pytest.raises(OutputShapeError, match=r"Categorical\(class_dim=\.\.\.\)"):
         model(vectors(1)[0][0]).square().sum().backward()
     assert optimizer.num_steps == 0
@@ -158,8 +158,8 @@ def test_an_output_without_logits_is_refused_with_its_keys() -> None:
             super().__init__()
             self.layer = nn.Linear(5, 3)
 
-        def forward(self, x: Tensor) -> dict[str, Tensor]:
-            return {"scores": self.layer(x), "features": x}
+        def forward(self, x: Tensor) -> dict[str, Any]:
+            return {"scores": self.layer(x).tolist(), "features": None}
 
     model = Keyed().double()
     optimizer = TEKFAC(model)
@@ -171,7 +171,8 @@ def test_an_output_without_logits_is_refused_with_its_keys() -> None:
 def test_a_training_run_goes_on_after_a_refused_pass() -> None:
     """A refused forward pass leaves nothing behind that the next one stumbles over."""
     model, twin = mlp(), mlp()
-    optimizer, other = (TEKFAC(m, lr=0.05, seed=0, outputs=lambda out: out) for m in (model, twin))
+    settings: dict[str, Any] = {"lr": 0.05, "seed": 0, "likelihood": "categorical"}
+    optimizer, other = (TEKFAC(m, **settings) for m in (model, twin))
     with pytest.raises(OutputShapeError):
         model(vectors(1)[0][0][0])  # one unbatched sample
     train(model, optimizer, vectors(2))

@@ -54,7 +54,7 @@ from tekfac.layers.batch import CapturedBatch, FormedBatch, LayerBatch, MomentBa
 from tekfac.layers.kinds.base import Application, RepetitionError
 from tekfac.layers.kinds.norm import UnitKind
 from tekfac.layers.layer import Layer
-from tekfac.likelihoods import Gaussian, Likelihood, Prediction, Unknown
+from tekfac.likelihoods import Gaussian, Likelihood, OutputShapeError, Prediction, Unknown
 
 logger = logging.getLogger("tekfac")
 
@@ -143,11 +143,12 @@ class Capture:
         self.problems: list[str] = []
         self.sampling = Sampling(seed)
         self.choosing = Sampling((seed + 1) % 2**63, torch.device("cpu"))  # not the numbers of the labels
+        self.likelihoods = LikelihoodsOfLosses(measurement.likelihood)
         self.counted: Tensor | None = None
         self.passes = self.terms = self.samples = 0
         self.seconds = 0.0
+        self._kept = self.sampling, self.choosing, self.likelihoods
         self._measurement = measurement
-        self.likelihoods = LikelihoodsOfLosses(measurement.likelihood)
         self._grad_scaler = grad_scaler
         self._statistics_samples: StatisticsSamples = statistics_samples
         self._may_be_summed = may_be_summed and statistics_samples == "auto"
@@ -265,13 +266,13 @@ class Capture:
         self._hooks.outputs = None
         self._loss_scale = 1.0
         self._adds_up = True
-        self.sampling.keep()
-        self.choosing.keep()
+        for kept in self._kept:
+            kept.keep()
 
     def roll_back(self) -> None:
         """Let go of what was captured, as if nothing had ever been drawn for it."""
-        self.sampling.roll_back()
-        self.choosing.roll_back()
+        for kept in self._kept:
+            kept.roll_back()
         self.clear()
 
     def drop_what_was_zeroed(self) -> None:
@@ -597,6 +598,11 @@ class Capture:
             samples, doubt = divided_into(layer.name, applications, passed.axis)
         except InseparableError as error:
             self._leave_out([layer.name], str(error))
+            return None
+        except OutputShapeError as error:
+            if self._measurement.fisher != "auto":
+                raise
+            self._leave_out([layer.name], str(error).removesuffix("."))
             return None
         if doubt is not None:
             self._warn_once(doubt)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import Tensor
@@ -30,7 +30,7 @@ RARELY = 1024
 """Gradients between two looks at the loss, in the end; the first, second, fourth, ... are looked at, too."""
 
 
-@dataclass
+@dataclass(frozen=True)
 class _Known:
     """Of one prediction.
 
@@ -63,6 +63,7 @@ class LikelihoodsOfLosses:
         else:
             self._for_all = _as_set(setting)
         self._known: dict[str, _Known] = {}
+        self._before: dict[str, _Known] = {}
 
     def set_for(self, name: str) -> Likelihood | None:
         """The likelihood that was set for a prediction; None: it is to be found."""
@@ -99,15 +100,16 @@ class LikelihoodsOfLosses:
             gradient: of the loss, of the same shape.
             loss: tells what it is of the outputs, as far as the graph shows.
         """
-        known = self._known.setdefault(name, _Known())
-        known.seen += 1
+        before = self._known.get(name, _Known())
+        known = replace(before, seen=before.seen + 1)
         explicit = self.set_for(name)
         if known.is_to_be_checked() and type(explicit) in (type(None), *KINDS.values()):
             finding = recognised(outputs, gradient, loss()) if outputs.ndim else Finding(UNKNOWN)
             if finding.is_certain:
                 found = finding.likelihood or UNKNOWN
                 _tell(name, found, known.likelihood, explicit)
-                known.likelihood = found
+                known = replace(known, likelihood=found)
+        self._known[name] = known
         return explicit or known.likelihood or UNKNOWN
 
     @property
@@ -115,6 +117,14 @@ class LikelihoodsOfLosses:
         """What is known so far, by the names of predictions: what was set, or else was found."""
         both = {name: self.set_for(name) or known.likelihood for name, known in self._known.items()}
         return {name: likelihood for name, likelihood in both.items() if likelihood is not None}
+
+    def keep(self) -> None:
+        """What was seen so far stays seen."""
+        self._before = dict(self._known)
+
+    def roll_back(self) -> None:
+        """As if nothing had been seen since the last `keep`."""
+        self._known = dict(self._before)
 
     def state(self) -> str:
         """What was found, to go on from."""
@@ -126,6 +136,7 @@ class LikelihoodsOfLosses:
         self._known = {
             name: _Known(_from_plain(plain), seen) for name, (seen, plain) in json.loads(state).items()
         }
+        self.keep()
 
 
 def require_likelihood(setting: Any) -> None:
