@@ -194,7 +194,7 @@ def test_statistics_do_not_lose_precision_inside_autocast() -> None:
 def test_a_single_class_is_refused() -> None:
     x, _ = data()
     model = net(outputs=1)
-    watching = TEKFAC.natural(model)
+    watching = TEKFAC.natural(model, likelihood="categorical")
     with pytest.raises(OutputShapeError, match="likelihood='bernoulli'"):
         model(x)
     assert not statistics(watching)
@@ -203,7 +203,7 @@ def test_a_single_class_is_refused() -> None:
 def test_a_loss_that_is_no_cross_entropy_is_doubted_once(caplog: pytest.LogCaptureFixture) -> None:
     x, _ = data()
     model = net()
-    optimizer = TEKFAC.natural(model, factors_every=1)
+    optimizer = TEKFAC.natural(model, factors_every=1, likelihood="categorical")
     for _ in range(3):
         optimizer.zero_grad()
         mse_loss(model(x), torch.ones(len(x), 3, dtype=F64)).backward()

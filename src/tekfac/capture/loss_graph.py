@@ -106,8 +106,8 @@ class _Sorts:
 
     def of(self, node: Any, output_nr: int) -> Sort | None:
         """The sort of a node's result; None if it does not depend on the outputs."""
-        if node == self._outputs[0]:
-            return Sort.OUTPUTS if output_nr == self._outputs[1] else Sort.OTHER
+        if node == self._outputs[0]:  # whose other results are of the same age, and not made of this one
+            return Sort.OUTPUTS if output_nr == self._outputs[1] else None
         waiting = [node]
         while waiting:  # not by recursion, as graphs are deep
             here = waiting[-1]
