@@ -11,6 +11,7 @@ saved with the optimizer. A rule sees the spectrum of its layer and those of the
                         its convolutions, beta: the readings of the paper's sentence
     ByNetwork         one rule for convolutions, one for fully connected layers beside them, one for
                         networks without any
+    LevenbergMarquardt  one lambda for the network, which follows from what steps do to the loss
 
 docs/mathematics.md, section 5.
 """
@@ -18,13 +19,14 @@ docs/mathematics.md, section 5.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from numbers import Real
 from typing import Any, ClassVar, Literal, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
+from tekfac.common.checks import require_choice, require_whole
 from tekfac.curvature.eigenbasis import Eigenbasis
 from tekfac.curvature.rescaling import product_of_eigenvalues
 
@@ -35,6 +37,12 @@ DEFAULT_SHARE = 0.003
 """Of the mean of S. Ten times as much is worse on a GPT, ten times less the same; see docs/results/ablation."""
 
 DEFAULT_TRACE_FLOOR = 1e-2
+
+WELL_FORETOLD, BADLY_FORETOLD = 0.75, 0.25
+"""Ratios of a change of the loss to what was foretold, above and below which lambda changes."""
+
+RAISED = 4.0
+"""By which lambda is multiplied where a step has raised the loss."""
 
 BetaReading = Literal["add", "scale", "scale_all", "convolution"]
 BETA_READINGS: tuple[BetaReading, ...] = ("add", "scale", "scale_all", "convolution")
@@ -231,6 +239,68 @@ class ByNetwork(_Named):
         return rule.denominators(layer, network)
 
 
+@dataclass(frozen=True)
+class LevenbergMarquardt(_Named):
+    """One lambda for the whole network, by how well a quadratic model of the loss foretells it.
+
+    For `step(closure)` of the natural gradient, `.natural(model, damping=LevenbergMarquardt())`, on the whole
+    data or large batches. After a step the loss is had again on the same data: with rho, its change by that
+    which the model has foretold, lambda is multiplied by omega where rho is above 3/4 and divided by it where
+    rho is below 1/4 (Martens & Grosse 2015, section 6.5). A step that has raised the loss is taken back. lambda
+    is added to S, or its root to each factor where S is the product of eigenvalues.
+
+    Attributes:
+        damping: lambda, now; None: at the first step the mean of S over the network.
+        omega: by what lambda changes for each step.
+        every: steps between two looks at the loss (T_1): lambda changes by omega^every then.
+        step: whether the lengths of the step along the preconditioned gradient, and along the last step, are
+            those that are best by the "model"; or the param groups' "lr" and momentum.
+        tries: with how many lambdas, each larger than the one before, a step is tried that raises the loss.
+        least: lambda is never smaller.
+    """
+
+    damping: float | None = None
+    omega: float = 0.8
+    every: int = 1
+    step: Literal["model", "lr"] = "model"
+    tries: int = 4
+    least: float = 1e-12
+
+    def __post_init__(self) -> None:
+        if self.damping is not None:
+            _require_positive("damping", self.damping)
+        _require_positive("least", self.least)
+        if not isinstance(self.omega, Real) or not 0 < self.omega < 1:
+            raise ValueError(f"Invalid omega: {self.omega!r}. Expected a number between 0 and 1.")
+        require_choice("step", self.step, ("model", "lr"))
+        require_whole("every", self.every, "of steps, at least 1")
+        require_whole("tries", self.tries, "of tries, at least 1")
+
+    @property
+    def in_force(self) -> float:
+        """lambda; 1 before the first step, when no curvature is known and nothing is damped."""
+        return 1.0 if self.damping is None else self.damping
+
+    def after(self, ratio: float) -> LevenbergMarquardt:
+        """The rule after a step whose loss has changed by so much of what was foretold."""
+        change = self.omega**self.every
+        if ratio > WELL_FORETOLD:
+            return self._with(self.in_force * change)
+        return self._with(self.in_force / change) if ratio < BADLY_FORETOLD else self
+
+    def after_raise(self) -> LevenbergMarquardt:
+        """The rule after a step that has raised the loss."""
+        return self._with(self.in_force * RAISED)
+
+    def _with(self, damping: float) -> LevenbergMarquardt:
+        return replace(self, damping=max(self.least, damping))
+
+    def denominators(self, layer: Spectrum, network: Sequence[Spectrum]) -> Tensor:
+        """S + lambda, or the factored form."""
+        rule = Factored(self.in_force) if layer.is_product else Tikhonov(self.in_force)
+        return rule.denominators(layer, network)
+
+
 def trace_damping(rescaling: Tensor, floor: float) -> Tensor:
     """max(tr S, floor) / (d_in d_out) of each block, [G, d_out, d_in] -> [G, 1, 1]."""
     _, d_out, d_in = rescaling.shape
@@ -283,7 +353,7 @@ def added_by(rule: DampingRule, rescaling: Tensor) -> Tensor | float | None:
 
 def looks_at_network(rule: DampingRule) -> bool:
     """Whether a rule may look at other layers than its own; those of users may."""
-    return type(rule) not in (Tikhonov, Factored, Relative, TraceBased)
+    return type(rule) not in (Tikhonov, Factored, Relative, TraceBased, LevenbergMarquardt)
 
 
 def as_rule(damping: float | DampingRule | None, own_rule: DampingRule) -> DampingRule:

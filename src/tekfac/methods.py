@@ -118,8 +118,14 @@ def refused_settings(method: Method, *, is_moving: bool) -> dict[str, str]:
     return refused
 
 
-def natural_settings(method: Method) -> dict[str, Any]:
-    """The natural gradient proper, (F_hat + lambda I)^-1 g, with a velocity of such steps."""
+def natural_settings(method: Method, *, judged: bool = False) -> dict[str, Any]:
+    """The natural gradient proper, (F_hat + lambda I)^-1 g, with a velocity of such steps.
+
+    Args:
+        method: a row of the table.
+        judged: whether steps are judged by the loss (LevenbergMarquardt): then they are few, and worth more.
+    """
+    every = 5 if judged else 50
     settings: dict[str, Any] = {
         "lr": 1e-3,
         "momentum": 0.9,
@@ -128,8 +134,8 @@ def natural_settings(method: Method) -> dict[str, Any]:
         "momentum_at": "after",
         "factor_decay": 0.95,
         "decay_per": "update",
-        "factors_every": 50,
-        "basis_every": 50,
+        "factors_every": every,
+        "basis_every": every,
         "interval_growth": None,
         "fisher": "sampled",
         "first_order_step": "sgd",
@@ -137,7 +143,7 @@ def natural_settings(method: Method) -> dict[str, Any]:
         "precondition_norms": True,
     }
     if method.rescaling.measured:
-        settings |= {"rescaling_decay": 0.95, "rescaling_every": 50}
+        settings |= {"rescaling_decay": 0.95, "rescaling_every": every}
     return settings
 
 

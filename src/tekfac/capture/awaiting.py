@@ -92,6 +92,13 @@ def awaited(window: Window, predictions: Mapping[str, Tensor]) -> list[tuple[Awa
     return [(_waiting_at(here, made, window, siblings), here.tensor, here.node) for here in made]
 
 
+def outermost(predictions: Sequence[Tensor]) -> list[Tensor]:
+    """Those predictions that no other one is made of."""
+    made = [_Made(str(place), own, own.grad_fn, own.output_nr) for place, own in enumerate(predictions)]
+    inner = {name for here in made for name in _made_of(here, [other for other in made if other is not here])}
+    return [own.tensor for own in made if own.name not in inner]
+
+
 def _waiting_at(here: _Made, made: Sequence[_Made], window: Window, siblings: Siblings) -> Awaited:
     others = [other for other in made if other is not here]
     made_of = _made_of(here, others)

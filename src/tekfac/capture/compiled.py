@@ -13,8 +13,10 @@ first pass has shown how it is called.
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import threading
+from collections.abc import Iterator
 from types import FrameType
 from typing import Any
 
@@ -51,6 +53,16 @@ class Handle:
                 self._held = False
                 _holders -= 1
                 settle()
+
+
+@contextlib.contextmanager
+def run_eagerly() -> Iterator[None]:
+    """Let compiled code run as it was written, meanwhile."""
+    handle = Handle()
+    try:
+        yield
+    finally:
+        handle.remove()
 
 
 def settle() -> None:

@@ -15,9 +15,10 @@ Two things here are worth knowing when changing them:
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from operator import is_
 from typing import Any, Protocol
@@ -45,7 +46,7 @@ from tekfac.capture.module_calls import (
     versions,
     watched_modules,
 )
-from tekfac.capture.outputs import ONLY, find_outputs, the_output
+from tekfac.capture.outputs import ONLY, OutputSelector, selected_outputs, the_output
 from tekfac.capture.padding import real_positions
 from tekfac.common.phases import Phase
 from tekfac.common.precision import without_autocast
@@ -58,7 +59,6 @@ from tekfac.common.torch_internals import (
 from tekfac.layers.kinds.base import Call
 from tekfac.layers.kinds.replay import random_state
 from tekfac.layers.layer import Layer
-from tekfac.likelihoods import OutputShapeError
 
 NOT_CALLED, IN_EVAL_MODE, CALLED, NO_GRADIENT, RECEIVED = range(5)
 """How far the passes of a step have come, on their way to statistics."""
@@ -281,17 +281,8 @@ class ModelHooks:
             self._wait(waiting, prediction, node)
 
     def _predictions(self, returned: Any) -> dict[str, Tensor]:
-        if self._select is None:
-            found = find_outputs(returned)
-            return found if self._only_training else {ONLY: the_output(found)}
-        selected = self._select(returned)
-        try:
-            return find_outputs(selected)
-        except OutputShapeError as error:
-            raise OutputShapeError(
-                f"The function outputs= gave a {type(selected).__name__}. Expected a tensor of predictions, "
-                "one of those that the model returned, or a tuple, list, dict or dataclass of several."
-            ) from error
+        found = selected_outputs(returned, self._select)
+        return found if self._only_training or self._select is not None else {ONLY: the_output(found)}
 
     # -- the backward pass -----------------------------------------------------------------------------
 
@@ -327,6 +318,21 @@ class ModelHooks:
         outputs = waiting.values.to(gradient.dtype)
         with without_autocast(gradient.device):  # backward() may be called inside of one
             listener.pass_arrived(Arrival(waiting, edge, outputs, gradient, calls, adds_up))
+
+
+@contextlib.contextmanager
+def predictions_noted(model: nn.Module, select: OutputSelector | None) -> Iterator[list[Tensor]]:
+    """The predictions of all forward passes of a model meanwhile, with their graphs."""
+    noted: list[Tensor] = []
+
+    def note(model: nn.Module, args: tuple[Any, ...], returned: Any) -> None:
+        noted.extend(own for own in selected_outputs(returned, select).values() if own.requires_grad)
+
+    handle = model.register_forward_hook(note)
+    try:
+        yield noted
+    finally:
+        handle.remove()
 
 
 class _Hook:

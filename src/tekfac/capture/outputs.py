@@ -46,6 +46,24 @@ def find_outputs(returned: Any) -> dict[str, Tensor]:
     )
 
 
+def selected_outputs(returned: Any, select: OutputSelector | None) -> dict[str, Tensor]:
+    """What the user's function takes of what the model returned; None: what `find_outputs` does.
+
+    Raises:
+        OutputShapeError: if there is no prediction.
+    """
+    if select is None:
+        return find_outputs(returned)
+    selected = select(returned)
+    try:
+        return find_outputs(selected)
+    except OutputShapeError as error:
+        raise OutputShapeError(
+            f"The function outputs= gave a {type(selected).__name__}. Expected a tensor of predictions, "
+            "one of those that the model returned, or a tuple, list, dict or dataclass of several."
+        ) from error
+
+
 def the_output(found: Mapping[str, Tensor]) -> Tensor:
     """The one that a measurement of a single tensor of predictions reads.
 

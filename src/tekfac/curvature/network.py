@@ -179,6 +179,12 @@ class NetworkCurvature:
             )
         return found
 
+    def mean_rescaling(self) -> float:
+        """The mean of S over all parameters in blocks: the trace of the approximation by their number."""
+        values = [spectrum_of(self.layers[name], block).rescaling for name, block in self._blocks.items()]
+        count = sum(own.numel() for own in values)
+        return sum(float(own.double().sum()) for own in values) / max(1, count)
+
     def check_rules(self, rules: Mapping[str, DampingRule]) -> None:
         """Let every rule damp a block of a single entry, so that one that cannot be used here says so now.
 

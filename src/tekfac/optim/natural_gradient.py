@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from typing import Any, ClassVar, Literal, Never, Self, overload
 
 import torch
@@ -25,15 +26,17 @@ from tekfac.curvature.motion import StepForm
 from tekfac.curvature.network import LayerSignals, NetworkCurvature
 from tekfac.curvature.rescaling import PRODUCT
 from tekfac.curvature.stacks import StepInputs
-from tekfac.damping import BetaReading, DampingRule, as_rule
+from tekfac.damping import BetaReading, DampingRule, LevenbergMarquardt, as_rule
 from tekfac.layers.layer import Layer
 from tekfac.layers.side_forms import LargeDims, MaxDim
 from tekfac.likelihoods import Likelihood
 from tekfac.methods import Method, natural_settings, paper_settings
 from tekfac.optim import messages
+from tekfac.optim.closures import Evaluation
 from tekfac.optim.first_order import adam_directions
 from tekfac.optim.model_layers import ModelLayers
 from tekfac.optim.param_groups import Selected, named, selected_parameters
+from tekfac.optim.quadratic_model import Move
 from tekfac.optim.schedule import WORTH_TURNS, Intervals, Schedule, cost_of_refresh
 from tekfac.optim.settings import (
     AUTO,
@@ -49,6 +52,7 @@ from tekfac.optim.settings import (
 )
 from tekfac.optim.skipping import Skipping, all_finite, in_words, squares_are_finite
 from tekfac.optim.state import SavedState, to_torch
+from tekfac.optim.step_control import judged_step
 from tekfac.optim.update import apply_update, kl_coefficient
 
 MAX_ATTEMPTS = 3
@@ -250,6 +254,7 @@ class NaturalGradient(Optimizer):
         self._layer_groups: Mapping[str, Mapping[str, Any]] = {}
         self._highest_lr: list[float] = []
         self._refresh_seconds = 0.0
+        self._rejected_steps, self._reduction_ratio = 0, math.nan
         self._is_made = False  # torch adds the first groups by the method that users add others with
         defaults = {
             "lr": lr,
@@ -267,8 +272,12 @@ class NaturalGradient(Optimizer):
 
     @classmethod
     def natural(cls, model: nn.Module, **overrides: Any) -> Self:
-        """The natural gradient proper, (F_hat + damping)^-1 g; keywords override single settings."""
-        return cls(model, **_overridden(natural_settings(cls.method), overrides))
+        """The natural gradient proper, (F_hat + damping)^-1 g; keywords override single settings.
+
+        With damping=LevenbergMarquardt() curvature is measured every five steps, unless that is overridden.
+        """
+        judged = isinstance(overrides.get("damping"), LevenbergMarquardt)
+        return cls(model, **_overridden(natural_settings(cls.method, judged=judged), overrides))
 
     @classmethod
     def paper(cls, model: nn.Module, **overrides: Any) -> Self:
@@ -353,9 +362,33 @@ class NaturalGradient(Optimizer):
                 for name, layer in self._layers.items()
             }
             self._network.check_rules(rules)
+            self._require_steps_to_judge()
             self._rules, self._rules_of = rules, given
             self._layer_groups = {name: groups[layer.weight] for name, layer in self._layers.items()}
         return self._rules
+
+    def _require_steps_to_judge(self) -> None:
+        """Raise ValueError where damping is LevenbergMarquardt() and the other settings do not go with it."""
+        rules = [group["damping"] for group in self.param_groups]
+        judging = [rule for rule in rules if isinstance(rule, LevenbergMarquardt)]
+        if not judging:
+            return
+        settings, name = self._settings, type(self).__name__
+        wrong = {
+            "param groups with other damping": any(rule != judging[0] for rule in rules),
+            "another step than the natural one": self._gathers or self._form.power != 1,
+            "kl_clip": settings.kl_clip is not None,
+            "grad_scaler": settings.grad_scaler is not None,
+            "weight_decay (add a penalty to the loss)": any(
+                group["weight_decay"] for group in self.param_groups
+            ),
+        }
+        found = [what for what, is_so in wrong.items() if is_so]
+        if found:
+            raise ValueError(
+                f"damping=LevenbergMarquardt() does not go with {', '.join(found)}: it judges a natural step "
+                f"by the loss. Expected {name}.natural(model, damping=LevenbergMarquardt()), without these."
+            )
 
     def _group_of(self) -> dict[Tensor, dict[str, Any]]:
         return {p: group for group in self.param_groups for p in group["params"]}
@@ -372,23 +405,27 @@ class NaturalGradient(Optimizer):
         """Take one step of Algorithm 1.
 
         Args:
-            closure: re-evaluates the model and returns the loss; called once, with gradients enabled.
+            closure: re-evaluates the model and returns the loss; called once, with gradients enabled. Where
+                damping=LevenbergMarquardt() looks at the loss again, its forward pass is called again, too.
 
         Returns:
             The closure's loss, if there is one.
         """
-        loss = None
-        if closure is not None:
+        evaluation, loss = None, None
+        if self._control() is not None:
+            evaluation = self._evaluation(closure)
+            loss = evaluation.returned
+        elif closure is not None:
             with torch.enable_grad():
                 loss = closure()
         self._look_again_if_frozen_or_unfrozen()
         with without_autocast(next(iter(self._names)).device):
-            problem = self._try_step(loss)
+            problem = self._try_step(loss if evaluation is None else evaluation.loss.detach(), evaluation)
         if problem is not None:
             self._skip(problem)
         return loss
 
-    def _try_step(self, loss: object) -> str | None:
+    def _try_step(self, loss: object, evaluation: Evaluation | None) -> str | None:
         """Take the step, or say what keeps it from being taken; then nothing has changed."""
         if isinstance(loss, Tensor | float) and not bool(torch.isfinite(torch.as_tensor(loss)).all()):
             return f"the loss is {float(loss)}"
@@ -397,7 +434,7 @@ class NaturalGradient(Optimizer):
         rules = self._damping_rules()
         batches, before = self._capture.batches(), self._network.blocks
         measures = bool(batches or self._due())
-        waits = measures or not self._skipping.deferred
+        waits = measures or not self._skipping.deferred or evaluation is not None
         raw = self._gradients()
         finite = None
         if self._gathers:  # which cannot be undone
@@ -433,7 +470,10 @@ class NaturalGradient(Optimizer):
         # Update.
         self._capture.clear()
         with Phase("update"):
-            self._update(raw, natural, None if waits else finite)
+            if evaluation is None:
+                self._update(raw, natural, None if waits else finite)
+            else:
+                self._update_if_loss_falls(raw, evaluation)
         self._network.release()
         self._note_unseen()
         self._num_steps += 1
@@ -587,6 +627,55 @@ class NaturalGradient(Optimizer):
                     finite=finite,
                 )
 
+    def _control(self) -> LevenbergMarquardt | None:
+        """The rule by which steps are judged; None: they are not."""
+        rule = self.param_groups[0]["damping"]
+        return rule if isinstance(rule, LevenbergMarquardt) else None
+
+    def _evaluation(self, closure: Callable[[], float] | None) -> Evaluation:
+        """What the closure computes, kept for judging the step."""
+        if closure is None:
+            raise ValueError(
+                "damping=LevenbergMarquardt() looks at the loss before and after a step. Expected "
+                "step(closure), a function that zeroes gradients, computes the loss, calls its backward() and "
+                "returns it."
+            )
+        return Evaluation.of(closure, self._model_layers.model, self._settings.outputs)
+
+    def _update_if_loss_falls(self, raw: Mapping[Tensor, Tensor], evaluation: Evaluation) -> None:
+        """Move the parameters as a quadratic model of the loss says, and look what came of it."""
+        control = self._control()
+        assert control is not None
+        if control.damping is None:
+            control = replace(control, damping=max(control.least, self._network.mean_rescaling()))
+        groups = self._group_of()
+
+        def moves_under(rule: LevenbergMarquardt) -> list[Move]:
+            self._damp_all_by(rule)
+            natural, _ = self._natural(raw, self._damping_rules(), None)
+            others = self._first_order({p: own for p, own in raw.items() if p not in natural}, None)
+            ways = (natural, others)
+            return [{p: -groups[p]["lr"] * own for p, own in way.items()} for way in ways if way]
+
+        last = {p: -self._velocity(p) for p in raw if "momentum_buffer" in self.state[p]}
+        if control.step == "lr":
+            last = {p: groups[p]["momentum"] * own for p, own in last.items()}
+        looks = self._num_steps % control.every == 0
+        judged = judged_step(control, evaluation, moves_under, last, looks=looks)
+        self._damp_all_by(judged.rule)
+        self._rejected_steps += judged.rejected
+        self._reduction_ratio = judged.ratio
+        for parameter in raw:
+            self.state[parameter]["step"] += 1
+            if judged.move is None:
+                self.state[parameter].pop("momentum_buffer", None)
+            else:
+                self._velocity(parameter).copy_(-judged.move[parameter])
+
+    def _damp_all_by(self, rule: LevenbergMarquardt) -> None:
+        for group in self.param_groups:
+            group["damping"] = rule
+
     def _velocity(self, parameter: Tensor) -> Tensor:
         state = self.state[parameter]
         if "momentum_buffer" not in state:
@@ -606,6 +695,19 @@ class NaturalGradient(Optimizer):
         """Steps that were not taken because of non-finite numbers. Not on the CPU, waits for the device."""
         self._settle()
         return self._skipped_steps
+
+    @property
+    def rejected_steps(self) -> int:
+        """Steps that damping=LevenbergMarquardt() has taken back, since they raised the loss."""
+        return self._rejected_steps
+
+    @property
+    def reduction_ratio(self) -> float:
+        """The change of the loss by the last step, as a share of what LevenbergMarquardt() had foretold.
+
+        NaN where nobody looked, where no step was taken, and where rounding hides it.
+        """
+        return self._reduction_ratio
 
     def _settle(self) -> None:
         """Take back the counting of steps that, as the device knows, were not taken."""
@@ -707,6 +809,7 @@ class NaturalGradient(Optimizer):
             "method": self.method.name,
             "num_steps": self.num_steps,
             "skipped_steps": self.skipped_steps,
+            "rejected_steps": self._rejected_steps,
             "attempts": dict(self._attempts),
             "turns": self._by_turns,
             "highest_lr": list(self._highest_lr),
@@ -743,6 +846,7 @@ class NaturalGradient(Optimizer):
         self._skipping.read()
         self._num_steps = saved.whole["num_steps"]
         self._skipped_steps = saved.whole["skipped_steps"]
+        self._rejected_steps = saved.whole.get("rejected_steps", 0)
         self._attempts = dict(saved.whole["attempts"])
         self._highest_lr = list(saved.whole["highest_lr"])
         if self._settings.turns == AUTO:
