@@ -14,13 +14,15 @@ from tekfac.lab.contest.ablation import VARIANTS, Ablation, ablate
 from tekfac.lab.contest.contest import ENTRANTS, Contest, compete
 from tekfac.lab.contest.tasks import TASKS
 from tekfac.lab.contest.untuned import untuned
+from tekfac.lab.contest.whole_data import train_on_all
 from tekfac.lab.report import Asked, present, require_reports
 from tekfac.lab.reproducing import EXPERIMENTS, SCALE_NOTES, SENSITIVE, Wish
 
 ALL = "all"
-ABLATION, CONTEST, UNTUNED = "ablation", "contest", "untuned"
+ABLATION, CONTEST, UNTUNED, WHOLE_DATA = "ablation", "contest", "untuned", "whole-data"
 OF_A_TASK = (ABLATION, CONTEST)
-OURS = (*OF_A_TASK, UNTUNED)
+WITH_OWN_DATA = (UNTUNED, WHOLE_DATA)
+OURS = (*OF_A_TASK, *WITH_OWN_DATA)
 """Experiments that are not the paper's."""
 
 SAME_RUNS = "figure-curves"
@@ -40,6 +42,7 @@ Run the paper's experiments and put its numbers beside ours.
   ablation            TEKFAC's default step with one piece changed at a time, on a task (--task; ours)
   contest             TEKFAC, AdamW, SOAP and others on a task, only the learning rate tuned (--task; ours)
   untuned             TEKFAC and AdamW as they come, on tasks that no default was chosen on (ours)
+  whole-data          Levenberg-Marquardt against tuned Adam, all data at every step (ours)
 
 The scale "paper" is the real thing, for a GPU and days; "small" is the same code on a reduced budget, which two
 CPU cores finish within an hour. In the small scale every optimizer first gets the best of five
@@ -121,7 +124,7 @@ def run_ours(options: argparse.Namespace) -> None:
         options, of_paper, f"{options.experiment} has tasks of its own, and one thread per run"
     )
     _refuse_what_is_for_others(options)
-    if options.experiment == UNTUNED:
+    if options.experiment in WITH_OWN_DATA:
         run_arguments.refuse(options, ["data_dir"], "its data come with Python and scikit-learn")
     if options.experiment in OF_A_TASK and options.task is None:
         raise ValueError(f"{options.experiment} needs --task NAME, one of {', '.join(TASKS)}.")
@@ -139,6 +142,8 @@ def run_ours(options: argparse.Namespace) -> None:
         text = compete(
             Contest(options.task, entrants, seeds, processes, folder), out, options.command_line, remark
         )
+    elif options.experiment == WHOLE_DATA:
+        text = train_on_all(seeds, processes, out, options.command_line, remark)
     else:
         text = untuned(seeds, processes, out, options.command_line, remark)
     print(text)

@@ -473,7 +473,7 @@ class NaturalGradient(Optimizer):
             if evaluation is None:
                 self._update(raw, natural, None if waits else finite)
             else:
-                self._update_if_loss_falls(raw, evaluation)
+                self._update_if_loss_falls(raw, natural, evaluation)
         self._network.release()
         self._note_unseen()
         self._num_steps += 1
@@ -642,19 +642,21 @@ class NaturalGradient(Optimizer):
             )
         return Evaluation.of(closure, self._model_layers.model, self._settings.outputs)
 
-    def _update_if_loss_falls(self, raw: Mapping[Tensor, Tensor], evaluation: Evaluation) -> None:
+    def _update_if_loss_falls(
+        self, raw: Mapping[Tensor, Tensor], natural: Mapping[Tensor, Tensor], evaluation: Evaluation
+    ) -> None:
         """Move the parameters as a quadratic model of the loss says, and look what came of it."""
         control = self._control()
         assert control is not None
+        known = {control: natural}
         if control.damping is None:
             control = replace(control, damping=max(control.least, self._network.mean_rescaling()))
         groups = self._group_of()
 
         def moves_under(rule: LevenbergMarquardt) -> list[Move]:
             self._damp_all_by(rule)
-            natural, _ = self._natural(raw, self._damping_rules(), None)
-            others = self._first_order({p: own for p, own in raw.items() if p not in natural}, None)
-            ways = (natural, others)
+            found = known.get(rule) or self._natural(raw, self._damping_rules(), None)[0]
+            ways = found, self._first_order({p: own for p, own in raw.items() if p not in found}, None)
             return [{p: -groups[p]["lr"] * own for p, own in way.items()} for way in ways if way]
 
         last = {p: -self._velocity(p) for p in raw if "momentum_buffer" in self.state[p]}

@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 
 from tekfac.common.checks import nearest, require_keywords, require_whole
 from tekfac.common.extras import require
+from tekfac.damping import LevenbergMarquardt
 from tekfac.lab.bench.networks import TINY
 from tekfac.lab.optimizers import NATURAL
 from tekfac.optim.settings import Settings
@@ -135,7 +136,10 @@ class Contestant:
         """
         keywords = {"lr": RATES.get(self.name, RATE), **self.intervals, **self.options}
         if self.is_ours:
-            return NATURAL[self.name](model, **{"seed": seed, **keywords})  # type: ignore[no-any-return]
+            kind = NATURAL[self.name]
+            is_judged = isinstance(keywords.get("damping"), LevenbergMarquardt)
+            maker = kind.natural if is_judged else kind
+            return maker(model, **{"seed": seed, **keywords})  # type: ignore[no-any-return]
         return MAKERS[self.name](model, keywords)
 
     def plain(self) -> dict[str, Any]:

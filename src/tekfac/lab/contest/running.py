@@ -11,15 +11,19 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.optim import Optimizer
 
+from tekfac.damping import LevenbergMarquardt
 from tekfac.lab.bench.contestants import Contestant, Stepping, Together
-from tekfac.lab.contest.tasks import TASKS, Kept, Training
+from tekfac.lab.contest.tasks import TASKS, Batch, Kept, Training
 from tekfac.lab.contest.unseen import UNSEEN
+from tekfac.lab.contest.whole_tasks import WHOLE
 from tekfac.lab.optimizers import NATURAL
 
 LOOKS = 20
@@ -56,6 +60,11 @@ class Entry:
         """As one would write it down."""
         rate = [] if self.lr is None else [f"lr={self.lr:g}"]
         return ", ".join([self.optimizer, *rate, *(f"{key}={value}" for key, value in self.options.items())])
+
+    @property
+    def is_judged(self) -> bool:
+        """Whether its steps look at the loss, and take a closure."""
+        return isinstance(self.options.get("damping"), LevenbergMarquardt)
 
     def contestant(self, likelihood: str) -> Contestant:
         """The same for the benchmark; those that draw labels are told from what."""
@@ -130,7 +139,7 @@ def _default_rate(optimizer: str) -> float:
 def run(job: Job) -> Outcome:
     """Train, with one thread, and look at the score now and then; its time does not count."""
     torch.set_num_threads(1)
-    task = {**TASKS, **UNSEEN}[job.task]
+    task = {**TASKS, **UNSEEN, **WHOLE}[job.task]
     training = task.prepare(job.seed, job.folder)
     share_of_lr = task.rising if job.entry.optimizer in WITHOUT_SCHEDULE else task.share_of_lr
     optimizer = job.entry.contestant(task.likelihood).make(training.model, job.seed)
@@ -142,10 +151,11 @@ def run(job: Job) -> Outcome:
         for group, rate in rates:
             group["lr"] = rate * share_of_lr(step, job.steps)
         start = time.perf_counter()
-        optimizer.zero_grad()
-        loss = training.loss(training.model(inputs), targets)
-        loss.backward()  # type: ignore[no-untyped-call]
-        optimizer.step()
+        if job.entry.is_judged:
+            loss = optimizer.step(partial(_pass, optimizer, training, (inputs, targets)))  # type: ignore[call-arg]
+        else:
+            loss = _pass(optimizer, training, (inputs, targets))
+            optimizer.step()
         seconds += time.perf_counter() - start
         losses.append(loss.item())
         if (step + 1) * LOOKS // job.steps > step * LOOKS // job.steps:
@@ -154,6 +164,14 @@ def run(job: Job) -> Outcome:
             scores.append((step + 1, seconds, score if math.isfinite(score) else DIVERGED))
     last = losses[-max(1, job.steps // 10) :]
     return Outcome(scores, sum(last) / len(last))
+
+
+def _pass(optimizer: Stepping, training: Training, batch: Batch) -> Tensor:
+    """Forward and backward pass; gives the loss."""
+    optimizer.zero_grad()
+    loss = training.loss(training.model(batch[0]), batch[1])
+    loss.backward()  # type: ignore[no-untyped-call]
+    return loss
 
 
 @contextmanager

@@ -14,7 +14,7 @@ from tekfac.lab.contest.tasks import Task
 from tekfac.lab.contest.words import spread
 
 MEASURED_BY = "AdamW"
-"""Whose final score, the mean over seeds, is the target."""
+"""Whose final score is the target, unless another one is named."""
 
 
 @dataclass(frozen=True)
@@ -27,6 +27,7 @@ class Standing:
         tuned: scores on the data to tune on, by the place of the learning rate.
         chosen: the optimizers with the learning rates that they ran with.
         final: a run of each for every seed.
+        measured_by: the optimizer whose final score, the mean over seeds, is the target.
     """
 
     task: Task
@@ -34,6 +35,7 @@ class Standing:
     tuned: Mapping[str, Mapping[int, float]]
     chosen: Mapping[str, Entry]
     final: Mapping[str, Sequence[Outcome]]
+    measured_by: str = MEASURED_BY
 
     def curve(self, name: str) -> list[tuple[float, float, float]]:
         """Steps, seconds and scores of an optimizer, means over seeds."""
@@ -42,20 +44,20 @@ class Standing:
 
     @property
     def target(self) -> float | None:
-        """The score that is to be reached: the last of AdamW's curve; None if there is none."""
-        if MEASURED_BY not in self.final:
+        """The score that is to be reached: the last of that optimizer's curve; None if there is none."""
+        if self.measured_by not in self.final:
             return None
-        last = self.curve(MEASURED_BY)[-1][2]
+        last = self.curve(self.measured_by)[-1][2]
         return last if math.isfinite(last) else None
 
     def shares(self, name: str) -> tuple[float, float] | None:
-        """Of AdamW's steps and seconds after which an optimizer's curve stays at or below AdamW's final score.
+        """Of its steps and seconds after which an optimizer's curve stays at or below its final score.
 
         None where there is no such score; inf where a curve does not get there.
         """
         if self.target is None:
             return None
-        own, (all_steps, all_seconds, _) = self.curve(name), self.curve(MEASURED_BY)[-1]
+        own, (all_steps, all_seconds, _) = self.curve(name), self.curve(self.measured_by)[-1]
         steps = rates.settled(((steps, score) for steps, _, score in own), self.target)
         seconds = rates.settled(((seconds, score) for _, seconds, score in own), self.target)
         return steps / all_steps, seconds / all_seconds
@@ -110,7 +112,7 @@ def page(standing: Standing) -> str:
 def _row(standing: Standing, name: str) -> str:
     runs = standing.final[name]
     shares = standing.shares(name)
-    reached = ["–", "–"] if shares is None else [_share(share) for share in shares]
+    reached = ["–", "–"] if shares is None else [share_in_words(share) for share in shares]
     cells = [
         name,
         f"`{standing.chosen[name].in_words}`",
@@ -122,7 +124,8 @@ def _row(standing: Standing, name: str) -> str:
     return "| " + " | ".join(cells) + " |"
 
 
-def _share(share: float) -> str:
+def share_in_words(share: float) -> str:
+    """For a table."""
     return f"{share:.2f}" if math.isfinite(share) else "not reached"
 
 
