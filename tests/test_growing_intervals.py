@@ -11,8 +11,9 @@ from torch import nn
 
 from dense import statistics
 from tekfac import TEKFAC, TKFAC
+from tekfac.common.balance import balanced
 from tekfac.optim.natural_gradient import NaturalGradient
-from tekfac.optim.schedule import Clock, Intervals, Schedule, balanced, mixed
+from tekfac.optim.schedule import Clock, Intervals, Schedule, mixed
 from training import assert_identical, everything, mlp, train, vectors
 
 SIZES = (5, 9, 7, 6, 4, 3)
@@ -114,7 +115,7 @@ def test_bases_are_renewed_when_factors_are(intervals: tuple[int, int, int | Non
 def test_a_short_round_has_dear_and_cheap_layers_at_every_step() -> None:
     """Turns that come together are not the dearest ones."""
     costs = {str(i): cost for i, cost in enumerate([1000] * 8 + [200] * 6 + [40] * 6 + [5] * 6)}
-    turns = mixed(balanced(costs, 50))
+    turns = mixed(balanced(costs, len(costs)))
     assert sorted(turns) == sorted([name] for name in costs)
     assert turns[0] == ["0"]
     for length in (2, 4, 8):

@@ -11,10 +11,11 @@ from torch import nn
 
 from dense import every_method, seeded, statistics
 from tekfac import TEKFAC
+from tekfac.common.balance import balanced
 from tekfac.curvature.layer_curvature import Due
 from tekfac.optim import natural_gradient
 from tekfac.optim.natural_gradient import NaturalGradient
-from tekfac.optim.schedule import Intervals, Schedule, balanced, cost_of_refresh
+from tekfac.optim.schedule import Intervals, Schedule, cost_of_refresh
 from training import assert_identical, everything, mlp, train, vectors
 
 SIZES = (5, 9, 7, 6, 4, 3)
@@ -42,9 +43,10 @@ def test_no_turn_has_more_than_the_mean_and_the_dearest_layer() -> None:
         for turns in (1, 2, 10, 100):
             found = balanced(costs, turns)
             assert sorted(name for names in found for name in names) == sorted(costs)
-            assert len(found) == min(turns, count)
+            assert len(found) == turns
+            assert sum(map(bool, found)) == min(turns, count)
             largest = max(sum(costs[name] for name in names) for names in found)
-            assert largest <= sum(costs.values()) / len(found) + max(costs.values())
+            assert largest <= sum(costs.values()) / min(turns, count) + max(costs.values())
 
 
 def test_every_layer_has_its_turn_once_in_an_interval() -> None:

@@ -132,13 +132,17 @@ def decompose(
         DecompositionError: if a factor defeats every attempt of `symmetric.symmetric_eigen`.
     """
     old_in, old_out = (None, None) if before is None else (before.vectors_in, before.vectors_out)
-    values_in, vectors_in = _side(factors.input, old_in, tolerance, track)
-    values_out, vectors_out = _side(factors.output, old_out, tolerance, track)
+    values_in, vectors_in = decompose_side(factors.input, old_in, tolerance, track)
+    values_out, vectors_out = decompose_side(factors.output, old_out, tolerance, track)
     return Eigenbasis(vectors_in, vectors_out, values_in, values_out, factors.scale)
 
 
-def _side(factor: Tensor, old: Tensor | None, tolerance: float, track: bool) -> tuple[Tensor, Tensor]:
-    """Eigenvalues and eigenvectors of one factor."""
+def decompose_side(factor: Tensor, old: Tensor | None, tolerance: float, track: bool) -> tuple[Tensor, Tensor]:
+    """Eigenvalues and eigenvectors of one factor.
+
+    Raises:
+        DecompositionError: if it defeats every attempt.
+    """
     track = track and factor.shape[-1] >= WORTH_TRACKING
     if old is None or factor.shape[-1] < WORTH_A_LOOK or not (track or tolerance):
         return symmetric.eigen(factor)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -11,8 +12,8 @@ from torch import Tensor
 from tekfac.common.phases import Phase
 from tekfac.curvature.averages import Average
 from tekfac.curvature.eigenbasis import Eigenbasis, Turn, decompose, standard_basis
-from tekfac.curvature.factors import FactorRule, KroneckerFactors
-from tekfac.curvature.rescaling import RescalingRule, product_of_eigenvalues, second_moments
+from tekfac.curvature.factors import FactorRule, KroneckerFactors, MomentSums
+from tekfac.curvature.rescaling import RescalingRule, product_of_eigenvalues, sum_of_squares
 from tekfac.curvature.symmetric import DecompositionError
 from tekfac.layers.batch import FormedBatch, KeptRows, RowSource
 from tekfac.layers.layer import Layer
@@ -133,48 +134,128 @@ class LayerCurvature:
         return product_of_eigenvalues(self.basis) if self.theta is None else self.theta.values[0]
 
 
+class Addends(NamedTuple):
+    """What a refresh has measured, to be added to what other processes have.
+
+    Attributes:
+        sums: over samples; (): nothing was seen here.
+        terms: of the loss that these stand for.
+    """
+
+    sums: tuple[Tensor, ...]
+    terms: float
+
+
+class Decomposition(NamedTuple):
+    """Factors that a refresh needs decomposed.
+
+    Attributes:
+        factors: the factors.
+        before: the basis so far.
+    """
+
+    factors: KroneckerFactors
+    before: Eigenbasis | None
+
+
+Refreshing = Generator[Addends | Decomposition, Any, LayerCurvature | None]
+"""Gives what it needs of others, one after the other, and gets it: Addends, or an Eigenbasis or None."""
+
+
 def refreshed(
     old: LayerCurvature | None, batches: Sequence[RowSource], due: Due, recipe: Recipe
-) -> LayerCurvature:
+) -> LayerCurvature | None:
     """The curvature after one more batch: factors, basis, re-scaling, in the order of Algorithm 1.
 
-    A layer seen for the first time gets all three, whatever is due.
+    A layer seen for the first time gets all three, whatever is due; None if it was never seen.
 
     Raises:
         NonFiniteStatisticsError: if the batch leads to numbers that are not finite.
     """
+    steps = refreshing(old, batches, due, recipe)
+    answer: Any = None
+    while True:
+        try:
+            asked = steps.send(answer)
+        except StopIteration as end:
+            return end.value  # type: ignore[no-any-return]
+        answer = asked if isinstance(asked, Addends) else decomposed(asked, recipe)
+
+
+def refreshing(
+    old: LayerCurvature | None, batches: Sequence[RowSource], due: Due, recipe: Recipe
+) -> Refreshing:
+    """A refresh, step by step: what takes others, or could be done by them, is asked for.
+
+    Raises:
+        NonFiniteStatisticsError: if the batches lead to numbers that are not finite.
+    """
     if old is None:
         due = Due(factors=True, basis=True, rescaling=True)
     rows = [KeptRows(batch) for batch in batches]
-    moments = _averaged_moments(old, rows, due, recipe) if due.factors or old is None else old.moments
+    moments = None if old is None else old.moments
+    if due.factors:
+        found = yield _moment_sums(rows, recipe)
+        if found.terms:
+            moments = _averaged(old, found, due, recipe)
+    if moments is None:
+        return None
     basis, theta = (None, None) if old is None else (old.basis, old.theta)
     failures = 0 if old is None else old.failed_refreshes
     if due.basis or basis is None:
-        with Phase("eigh"):
-            factors = recipe.factors.read(moments.values)
-            try:
-                new_basis = decompose(factors, basis, recipe.basis_tolerance, track=recipe.track_basis)
-            except DecompositionError:
-                failures += 1
-                new_basis = basis or standard_basis(factors)
+        factors = recipe.factors.read(moments.values)
+        new_basis = yield Decomposition(factors, basis)
+        if new_basis is None:
+            failures += 1
+            new_basis = basis or standard_basis(factors)
         if theta is not None and basis is not None and new_basis is not basis:
             theta = replace(theta, values=(Turn.of(basis, new_basis).diagonal(theta.values[0]),))
         basis = new_basis
     if recipe.rescaling.measured and (due.rescaling or theta is None):
-        with Phase("theta"):
-            measured = (second_moments(rows, basis, recipe.memory_budget),)
+        found = yield _sums_of_squares(rows, basis, recipe)
+        if found.terms:
+            measured = (found.sums[0] / found.terms,)
             require_finite(*measured)
-        past = recipe.past_rescaling(due.age_of_rescaling)
-        theta = Average.of(measured) if theta is None else theta.updated(measured, past)
+            past = recipe.past_rescaling(due.age_of_rescaling)
+            theta = Average.of(measured) if theta is None else theta.updated(measured, past)
     return LayerCurvature(moments, basis, theta, failures)
 
 
-def _averaged_moments(
-    old: LayerCurvature | None, batches: Sequence[RowSource], due: Due, recipe: Recipe
-) -> Average[KroneckerFactors]:
+def decomposed(asked: Decomposition, recipe: Recipe) -> Eigenbasis | None:
+    """The eigenbasis of factors; None if every attempt has failed."""
+    with Phase("eigh"):
+        try:
+            return decompose(asked.factors, asked.before, recipe.basis_tolerance, track=recipe.track_basis)
+        except DecompositionError:
+            return None
+
+
+def _moment_sums(batches: Sequence[RowSource], recipe: Recipe) -> Addends:
+    """The sums that the moments are made of; the input's count, where it has one, is the third of them."""
+    if not batches:
+        return Addends((), 0.0)
     with Phase("factors"):
-        measured = recipe.factors.measure(batches, recipe.sharing, recipe.memory_budget)
-        require_finite(*measured)
+        sums = recipe.factors.sums(batches, recipe.sharing, recipe.memory_budget)
+    own = sums if sums.input_count is not None else sums[:2]
+    return Addends(tuple(own), sum(batch.num_terms for batch in batches))  # type: ignore[arg-type]
+
+
+def _sums_of_squares(batches: Sequence[RowSource], basis: Eigenbasis, recipe: Recipe) -> Addends:
+    """The sum that Theta is made of."""
+    if not batches:
+        return Addends((), 0.0)
+    with Phase("theta"):
+        squares = sum_of_squares(batches, basis, recipe.memory_budget)
+    return Addends((squares,), sum(batch.num_terms for batch in batches))
+
+
+def _averaged(
+    old: LayerCurvature | None, found: Addends, due: Due, recipe: Recipe
+) -> Average[KroneckerFactors]:
+    """The average of the moments with those of one more batch."""
+    sums = MomentSums(found.sums[0], found.sums[1], found.sums[2] if len(found.sums) > 2 else None)
+    measured = recipe.factors.moments(sums, found.terms)
+    require_finite(*measured)
     if recipe.averaging == "factors":  # as the paper averages them (Eqs. etkfac7, etkfac8)
         measured = recipe.factors.read(measured)
     if old is None:

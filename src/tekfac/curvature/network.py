@@ -15,11 +15,13 @@ from tekfac.curvature.blocks.kronecker import KroneckerBlock
 from tekfac.curvature.eigenbasis import Eigenbasis
 from tekfac.curvature.layer_curvature import NOTHING, Due, LayerCurvature, Recipe, refreshed
 from tekfac.curvature.motion import LayerMotion, StepForm, turned
+from tekfac.curvature.shared_refresh import refreshed_by_all
 from tekfac.curvature.stacks import Stack, StepInputs, spectrum_of, stacked
 from tekfac.curvature.together import alike, refreshed_together
 from tekfac.damping import DampingRule, Spectrum, looks_at_network
 from tekfac.layers.batch import CapturedBatch
 from tekfac.layers.layer import Layer
+from tekfac.ranks.group import ALONE, Ranks
 
 
 class LayerSignals(NamedTuple):
@@ -45,14 +47,18 @@ class NetworkCurvature:
         layers: the layers, by name.
     """
 
-    def __init__(self, layers: Mapping[str, Layer], recipe: Recipe, form: StepForm) -> None:
+    def __init__(
+        self, layers: Mapping[str, Layer], recipe: Recipe, form: StepForm, ranks: Ranks = ALONE
+    ) -> None:
         """Know nothing of the layers' curvature yet.
 
         Args:
             layers: the layers, by name.
             recipe: how their curvature is estimated.
             form: how it makes directions of gradients.
+            ranks: the processes that refresh it together.
         """
+        self._ranks = ranks
         self.layers = layers
         self._recipe = recipe
         self._form = form
@@ -84,6 +90,8 @@ class NetworkCurvature:
         Raises:
             NonFiniteStatisticsError: if the batches lead to numbers that are not finite.
         """
+        if self._ranks.count > 1:
+            return refreshed_by_all(self.layers, self._blocks, batches, due, self._recipe, self._ranks)
         blocks = dict(self._blocks)
         for names in alike(self.layers, blocks, batches, due):
             old_ones, seen_ones = [blocks[name] for name in names], [batches[name][0] for name in names]
@@ -94,10 +102,10 @@ class NetworkCurvature:
             if blocks.get(name) is not self._blocks.get(name):
                 continue
             old, seen, wanted = self._blocks.get(name), batches.get(name, ()), due.get(name, NOTHING)
-            if not seen:
-                wanted = replace(NOTHING, basis=wanted.basis)
             if (old is None and seen) or (old is not None and wanted != NOTHING):
-                blocks[name] = refreshed(old, seen, wanted, self._recipe)
+                block = refreshed(old, seen, wanted, self._recipe)
+                if block is not None:
+                    blocks[name] = block
         return blocks
 
     def block_diagonal(self) -> BlockDiagonal[KroneckerBlock]:

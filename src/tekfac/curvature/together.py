@@ -76,7 +76,7 @@ def refreshed_together(
         return None
     groups = [len(curvature.basis.scale) for curvature in old]
     whole = refreshed(_joined(old), [rows], due, recipe)
-    if whole.failed_refreshes:
+    if whole is None or whole.failed_refreshes:
         return None
     return _separated(whole, groups, [curvature.failed_refreshes for curvature in old])
 

@@ -7,12 +7,12 @@ more to do than another. All of it follows from the layers and the settings: not
 
 from __future__ import annotations
 
-import heapq
 from bisect import bisect_right
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 
+from tekfac.common.balance import balanced
 from tekfac.curvature.layer_curvature import NOTHING, Due
 from tekfac.layers.layer import Layer
 
@@ -102,7 +102,8 @@ class Schedule:
         self._factors, self._basis = clock(intervals.factors), clock(intervals.basis)
         self._rescaling = None if intervals.rescaling is None else clock(intervals.rescaling)
         costs = {name: cost_of_refresh(layer) for name, layer in layers.items()}
-        self.turns = mixed(balanced(costs, intervals.shortest if by_turns else 1))
+        turns = max(1, min(intervals.shortest, len(costs))) if by_turns else 1
+        self.turns = mixed(balanced(costs, turns))
         self._known: tuple[int, dict[str, Due]] | None = None
 
     def due(self, step: int) -> dict[str, Due]:
@@ -158,18 +159,6 @@ def cost_of_refresh(layer: Layer) -> int:
     return shape.groups * (decompositions + projections)
 
 
-def balanced(costs: Mapping[str, int], turns: int) -> list[list[str]]:
-    """Names over so many turns at most, the dearest first, each to the turn that has least so far."""
-    turns = max(1, min(turns, len(costs)))
-    heap = [(0, turn) for turn in range(turns)]
-    found: list[list[str]] = [[] for _ in range(turns)]
-    for name in _dearest_first(costs):
-        cost, turn = heapq.heappop(heap)
-        found[turn].append(name)
-        heapq.heappush(heap, (cost + costs[name], turn))
-    return found
-
-
 def mixed(turns: Sequence[list[str]]) -> list[list[str]]:
     """The same turns, those that begin with a dear layer far from each other: the first stays the first.
 
@@ -185,8 +174,3 @@ def _reversed_bits(place: int) -> float:
         place, bit = divmod(place, 2)
         found, weight = found + bit * weight, weight / 2
     return found
-
-
-def _dearest_first(costs: Mapping[str, int]) -> Iterable[str]:
-    """In the order of the layers where costs are equal."""
-    return sorted(costs, key=lambda name: -costs[name])

@@ -1,0 +1,1 @@
+"""Several processes that train one model together: what they add up, share out and have in common."""

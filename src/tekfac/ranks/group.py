@@ -1,0 +1,132 @@
+"""The processes that train together, as few calls: gather, add, share. A lone process is one of them.
+
+Only this package calls `torch.distributed`. What is summed here is linear in the data, so that ranks with a
+part of the batch each have, together, what one process with the whole batch has.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+BUCKET = 25 * 2**20
+"""Bytes that are sent at a time, roughly: enough that a call's latency does not count."""
+
+
+class Ranks(Protocol):
+    """The processes that train together."""
+
+    @property
+    def index(self) -> int:
+        """Of this one."""
+        ...
+
+    @property
+    def count(self) -> int:
+        """How many they are."""
+        ...
+
+    def gather(self, value: Any) -> list[Any]:
+        """What every process has given, in their order: small things that can be pickled."""
+        ...
+
+    def add(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """The sums over processes of tensors that are alike in all of them."""
+        ...
+
+    def share(self, tensors: Sequence[Tensor], owner: int) -> None:
+        """Fill tensors with those of one process."""
+        ...
+
+
+@dataclass(frozen=True)
+class Alone:
+    """One process, which has all there is."""
+
+    index: int = 0
+    count: int = 1
+
+    def gather(self, value: Any) -> list[Any]:
+        """The value."""
+        return [value]
+
+    def add(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """The tensors."""
+        return list(tensors)
+
+    def share(self, tensors: Sequence[Tensor], owner: int) -> None:
+        """Nothing is to be done."""
+
+
+ALONE = Alone()
+
+
+class Together:
+    """The processes of a group of `torch.distributed`, with a group of their own.
+
+    Its messages are not mixed up with those of gradients, which are under way at the same time.
+    """
+
+    def __init__(self, group: Any) -> None:
+        """Make a group of the same processes; all of them have to call this, in the same order."""
+        self._group = dist.new_group(dist.get_process_group_ranks(group))
+        self.index = dist.get_rank(self._group)
+        self.count = dist.get_world_size(self._group)
+
+    def gather(self, value: Any) -> list[Any]:
+        """What every process has given, in their order."""
+        found: list[Any] = [None] * self.count
+        dist.all_gather_object(found, value, group=self._group)
+        return found
+
+    def add(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """The sums over processes, a few buckets at a time."""
+        found: list[Tensor] = list(tensors)
+        waiting = []
+        for places in _in_buckets(tensors):
+            flat = _flat([tensors[place] for place in places])
+            waiting.append((places, flat, dist.all_reduce(flat, group=self._group, async_op=True)))
+        for places, flat, work in waiting:
+            work.wait()
+            parts = torch.split(flat, [tensors[place].numel() for place in places])
+            for place, part in zip(places, parts, strict=True):
+                found[place] = part.view(tensors[place].shape)
+        return found
+
+    def share(self, tensors: Sequence[Tensor], owner: int) -> None:
+        """Fill tensors with those of one process, one message for each precision."""
+        source = dist.get_global_rank(self._group, owner)
+        for places in _in_buckets(tensors, most=None):
+            own = [tensors[place] for place in places]
+            flat = _flat(own)
+            dist.broadcast(flat, source, group=self._group)
+            if owner != self.index:
+                for tensor, part in zip(own, torch.split(flat, [t.numel() for t in own]), strict=True):
+                    tensor.copy_(part.view(tensor.shape))
+
+
+def _flat(tensors: Sequence[Tensor]) -> Tensor:
+    return torch.cat([tensor.reshape(-1) for tensor in tensors])
+
+
+def _in_buckets(tensors: Sequence[Tensor], most: int | None = BUCKET) -> Iterator[list[int]]:
+    """Places of tensors of one precision and device, so many bytes at a time."""
+    alike: dict[tuple[torch.device, torch.dtype], list[int]] = {}
+    for place, tensor in enumerate(tensors):
+        alike.setdefault((tensor.device, tensor.dtype), []).append(place)
+    for places in alike.values():
+        bucket: list[int] = []
+        size = 0
+        for place in places:
+            bucket.append(place)
+            size += tensors[place].nbytes
+            if most is not None and size >= most:
+                yield bucket
+                bucket, size = [], 0
+        if bucket:
+            yield bucket
