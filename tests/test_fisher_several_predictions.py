@@ -154,6 +154,27 @@ def test_drawn_labels_are_those_of_an_optimizer_and_the_same_in_both_passes(
         assert row.approximation == "KFAC" or row.trace_ratio == pytest.approx(1.0, abs=1e-12)
 
 
+def test_batches_may_train_different_predictions() -> None:
+    """Each counts where it is trained; gradients as they come by have one Fisher all the same."""
+    model, data, terms = heads(("cls", "box")), batches(("cls", "box"), (4, 3)), (4, 4 * 3)
+
+    def loss(model: nn.Module, batch: Any) -> Tensor:
+        return loss_of({"cls" if len(batch[0]) == 4 else "box": 1.0})(model, batch)
+
+    exact = fisher.exact_blocks(model, data, loss=loss)
+    assert exact.metadata["terms"] == {"box": terms[1], "cls": terms[0]}
+    for layer, block in exact.items():
+        assert_close(block.to_dense(), exact_block(model, {"cls": X[:4], "box": X[4:]}, layer))
+    empirical = fisher.exact_blocks(model, data, loss=loss, fisher="empirical")
+    of_cls = oracle.per_sample(
+        model, lambda z, y: F.cross_entropy(z["cls"], y), X[:4], CLASSES[:4], "trunks.all"
+    )
+    of_box = oracle.per_sample(model, lambda z, y: 4 * F.mse_loss(z["box"], y), X[4:], BOXES[4:], "trunks.all")
+    gradients = torch.cat([of_cls.gradients, of_box.gradients])[:, 0]
+    expected = oracle.exact_fisher(gradients) * N / sum(terms)
+    assert_close(empirical["trunks.all"].to_dense(), expected)
+
+
 def masked() -> tuple[list[Any], dict[str, Tensor]]:
     """Batches of which one has nearly all of the classes that are ignored; and the inputs that count."""
     ignored = torch.tensor([1, 2, 3, 6])
