@@ -37,11 +37,9 @@ class KnownLikelihoods(LikelihoodsOfLosses):
         """
         before = self.found.get(name)
         likelihood = super().of(name, outputs, gradient, loss)
-        of, setting = (
-            (f" of the prediction {name!r}", f"likelihood={{{name!r}: ...}}")
-            if name
-            else ("", "likelihood=...")
-        )
+        of, setting = f" of the prediction {name!r}" if name else "", "likelihood=..."
+        if name:
+            setting = f"likelihood={{{name!r}: ...}}"
         if name not in self.found:
             raise UnclearLossError(
                 f"the loss{of} does not tell its likelihood: too few labels have a gradient. Say it, "

@@ -53,12 +53,17 @@ class BatchLoss(NamedTuple):
     of_data: bool = True
 
     @property
+    def trained(self) -> dict[str, PredictionLoss]:
+        """The parts that depend on parameters."""
+        return {name: own for name, own in self.parts.items() if own.output.requires_grad}
+
+    @property
     def has_hooks_at_outputs(self) -> bool:
         """Whether a backward pass that ends at the predictions comes by the hooks there.
 
         Not so where nothing is known of them, or where their precision was changed last: the hook is before.
         """
-        outputs = [own.output for own in self.parts.values() if own.output.requires_grad]
+        outputs = [own.output for own in self.trained.values()]
         return bool(outputs) and all(made_by(output)[0] is output.grad_fn for output in outputs)
 
 

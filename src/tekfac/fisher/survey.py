@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -23,7 +23,7 @@ from tekfac.fisher.checkpoint import Checkpoint, Count, Record
 from tekfac.fisher.collectors import Collectors
 from tekfac.fisher.known_likelihoods import KnownLikelihoods, UnclearLossError
 from tekfac.fisher.loaders import require_loader
-from tekfac.fisher.losses import BatchLosses
+from tekfac.fisher.losses import BatchLoss, BatchLosses
 from tekfac.fisher.mean_gradient import MeanGradient
 from tekfac.fisher.metadata import in_words
 from tekfac.fisher.options import Options
@@ -150,7 +150,6 @@ class Survey:
 
     def _send(self, capture: Capture, batch: Any, index: int, mean: MeanGradient | None) -> None:
         """Forward and backward pass of a batch; the gradient of the loss, if asked for, is added up."""
-        options = self._options
         parameters = [p for layer in self.layers.values() for p in layer.parameters if p.requires_grad]
         with torch.inference_mode(False), torch.enable_grad():
             loss = self._losses.of(map_tensors(batch, self._usable), capture)
@@ -159,30 +158,38 @@ class Survey:
                     "The loss depends on no layer whose parameters require gradients. Unfreeze those to look "
                     "at: model.requires_grad_(True)."
                 )
-            capture.counted = {name: own.counted for name, own in loss.parts.items()}
-            trained = {name: own for name, own in loss.parts.items() if own.output.requires_grad}
-            if options.fisher != "empirical" or not trained:  # terms count, though no layer led to them
-                without = {name: own for name, own in capture.counted.items() if name not in trained}
-                capture.tallies = {name: Tally(options.num_terms(own)) for name, own in without.items()}
-            if not loss.value.requires_grad:
-                capture.samples = max(map(len, capture.counted.values()))
+            self._tell(capture, loss)
+            if not loss.value.requires_grad:  # none of the layers was called
                 return
             mean = mean if loss.of_data else None
-            parts = trained if mean is not None and len(trained) > 1 else {}
+            parts = loss.trained if mean is not None and len(loss.trained) > 1 else {}
             # All predictions are come by, also those that do not lead to the layers which are looked at.
             ends = [output for output in capture.predictions.values() if output.requires_grad]
-            if mean is not None or options.fisher == "empirical" or not loss.has_hooks_at_outputs:
+            if mean is not None or self._options.fisher == "empirical" or not loss.has_hooks_at_outputs:
                 ends = [*parameters, *ends]
             found = torch.autograd.grad(loss.value, ends, allow_unused=True, retain_graph=bool(parts))
-            self._check_batch(capture, index, trained)
+            self._check_batch(capture, index, loss)
             if mean is None:
                 return
             for name, own in parts.items():
                 found = torch.autograd.grad(own.value, parameters, allow_unused=True, retain_graph=True)
-                self._add(mean, name, zip(parameters, found, strict=True), options.num_terms(own.counted))
+                terms = self._options.num_terms(own.counted)
+                self._add(mean, name, zip(parameters, found, strict=True), terms)
             if not parts:
                 terms = sum(tally.terms for tally in capture.tallies.values())
                 self._add(mean, "", zip(ends, found, strict=True), terms)
+
+    def _tell(self, capture: Capture, loss: BatchLoss) -> None:
+        """Tell what is known of a loss before its gradient arrives: which terms count.
+
+        Those of predictions that depend on no layer do, too, though nothing will arrive at them.
+        """
+        capture.counted = {name: own.counted for name, own in loss.parts.items()}
+        without = {name: own for name, own in capture.counted.items() if name not in loss.trained}
+        if self._options.fisher != "empirical" or not loss.trained:
+            capture.tallies = {name: Tally(self._options.num_terms(own)) for name, own in without.items()}
+        if without and not loss.trained:
+            capture.samples = max(map(len, without.values()))
 
     def _add(
         self, mean: MeanGradient, part: str, gradients: Iterable[tuple[Tensor, Tensor | None]], terms: int
@@ -191,7 +198,7 @@ class Survey:
         weight = 1 if self._options.loss_reduction == "sum" else terms
         mean.add(part, dict(gradients), weight=weight, terms=terms)
 
-    def _check_batch(self, capture: Capture, index: int, trained: Collection[str]) -> None:
+    def _check_batch(self, capture: Capture, index: int, loss: BatchLoss) -> None:
         if capture.problems:
             raise ValueError(f"Batch {index} of the data cannot be measured: {'; '.join(capture.problems)}.")
         if self._options.fisher == "empirical" and capture.passes > 1:
@@ -199,8 +206,8 @@ class Survey:
                 f"The loss of batch {index} calls the model {capture.passes} times. With fisher='empirical' it "
                 "may do so once, for the share of each call in the loss is not known."
             )
-        lost = [name for name in trained if name not in capture.likelihoods.found]
-        if lost and len(trained) > 1:
+        lost = [name for name in loss.trained if name not in capture.likelihoods.found]
+        if lost and len(loss.trained) > 1:
             raise ValueError(
                 f"Batch {index} of the data: the prediction {lost[0]!r} has no Fisher of its own: another one "
                 "is made of it, or is the same. Leave one of them out, outputs=lambda returned: ..., or give "
