@@ -553,3 +553,157 @@ def test_the_empirical_fisher_of_a_loss_that_calls_the_model_twice_is_refused(ca
     with pytest.raises(ValueError, match=r"calls the model 2 times.*may do so once"):
         CALLS[call](mlp(), vectors(2), loss=loss, fisher="empirical")
     CALLS[call](mlp(), vectors(2), loss=loss, fisher="exact")
+
+
+# -- several predictions -------------------------------------------------------------------------------
+
+
+class Two(nn.Module):
+    """Three classes and a number, as a dict."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.body, self.cls, self.box = nn.Linear(5, 4), nn.Linear(4, 3), nn.Linear(4, 1)
+        self.double()
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        hidden = torch.tanh(self.body(x))
+        return {"cls": self.cls(hidden), "box": self.box(hidden)[:, 0]}
+
+
+INPUTS, CLASSES = vectors(1)[0]
+NUMBERS = INPUTS[:, 0]
+MIXED: dict[str, Any] = {"likelihood": {"cls": "categorical", "box": "gaussian"}}
+
+
+@every_call
+@pytest.mark.parametrize(
+    ("targets", "named"),
+    [
+        (
+            CLASSES,
+            r"a tensor of targets for several predictions, 'cls', 'box': there are none for 'cls', 'box'",
+        ),
+        (
+            {"cls": CLASSES},
+            r"targets named 'cls', for several.*there are none for 'box'\. Expected a tensor for each",
+        ),
+        ({"cls": CLASSES, "boxes": NUMBERS}, r"none for 'box', and there is no prediction 'boxes'.*outputs="),
+        ((CLASSES, NUMBERS), r"targets named '0', '1'.*none for 'cls', 'box'.*like what the model returned"),
+        ({"cls": CLASSES, "box": NUMBERS.numpy()}, r"there are none for 'box'\. Expected a tensor"),
+        (
+            {"cls": CLASSES, "box": NUMBERS[:, None]},
+            r"prediction 'box': .*shape \[6, 1\] for outputs of shape \[6\]",
+        ),
+        (
+            {"cls": CLASSES + 7, "box": NUMBERS},
+            r"Of the prediction 'cls': .*got the class 8.*likelihood=\{'cls': ",
+        ),
+        ("none", r"targets of type str, without any tensor, for several"),
+    ],
+    ids=["one tensor", "one missing", "wrong name", "tuple", "no tensor", "wrong shape", "wrong class", "text"],
+)
+def test_targets_that_do_not_fit_the_predictions_are_refused_by_name(
+    call: str, targets: Any, named: str
+) -> None:
+    with pytest.raises(ValueError, match=named):
+        CALLS[call](Two(), [(INPUTS, targets)], **MIXED)
+
+
+@every_call
+def test_a_prediction_whose_likelihood_does_not_fit_is_named(call: str) -> None:
+    data = [(INPUTS, {"cls": CLASSES, "box": NUMBERS})]
+    with pytest.raises(
+        ValueError, match=r"Of the prediction 'box': .*shape \[6\].*likelihood=\{'box': \.\.\.\}"
+    ):
+        CALLS[call](Two(), data)
+    with pytest.raises(ValueError, match=r"likelihood= names 'boxes', but .* are 'cls', 'box'"):
+        CALLS[call](Two(), data, likelihood={"boxes": "gaussian"})
+    with pytest.raises(ValueError, match=r"Unknown likelihood: 'poisson'"):
+        CALLS[call](Two(), data, likelihood={"box": "poisson"})
+
+
+@every_call
+@pytest.mark.parametrize(
+    "likelihood", ["auto", "gaussian", {"box": "gaussian"}, {"cls": "auto", "box": "gaussian"}]
+)
+def test_without_targets_every_prediction_needs_a_named_likelihood(call: str, likelihood: Any) -> None:
+    missing = "'cls'" if isinstance(likelihood, dict) else "'cls', 'box'"
+    with pytest.raises(
+        ValueError,
+        match=rf"'cls', 'box', and there are no targets.*likelihood=\{{'cls': .*nothing is said of {missing}\.",
+    ):
+        CALLS[call](Two(), [INPUTS], likelihood=likelihood)
+
+
+@every_call
+def test_a_prediction_that_another_is_made_of_is_refused_by_name(call: str) -> None:
+    class Chain(Two):
+        def forward(self, x: Tensor) -> dict[str, Tensor]:
+            cls = self.cls(torch.tanh(self.body(x)))
+            return {"cls": cls, "box": cls.sum(1)}
+
+    with pytest.raises(
+        ValueError, match=r"Batch 0 of the data: the prediction 'cls' has no Fisher of its own.*outputs="
+    ):
+        CALLS[call](Chain(), [(INPUTS, {"cls": CLASSES, "box": NUMBERS})], **MIXED)
+
+
+@every_call
+@pytest.mark.parametrize("targets", [{"cls": CLASSES}, [CLASSES, NUMBERS]], ids=["dict", "list"])
+def test_inputs_with_several_targets_are_not_taken_for_two_batches(call: str, targets: Any) -> None:
+    with pytest.raises(TypeError, match=r"one batch.*wrap it in a list: \[\(X, Y\)\]"):
+        CALLS[call](Two(), (INPUTS, targets), **MIXED)
+
+
+# -- losses that do not tell ---------------------------------------------------------------------------
+
+
+@every_call
+@pytest.mark.parametrize("kind", ["exact", "sampled"])
+def test_a_loss_of_no_known_likelihood_is_refused_with_what_to_do(call: str, kind: str) -> None:
+    def hinge(model: nn.Module, batch: Batch) -> Tensor:
+        return F.multi_margin_loss(model(batch[0]), batch[1])
+
+    def both(model: nn.Module, batch: Batch) -> Tensor:
+        out = model(batch[0])
+        return F.cross_entropy(out["cls"], batch[1]) + out["box"].abs().mean()
+
+    said = r"Batch 0 of the data: the loss{} belongs to no likelihood.*{} has no labels.*{}.*fisher='empirical'"
+    data = vectors(1, samples=12)
+    with pytest.raises(ValueError, match=said.format("", f"fisher={kind!r}", r"likelihood=\.\.\.")):
+        CALLS[call](mlp(), data, loss=hinge, fisher=kind)
+    with pytest.raises(
+        ValueError,
+        match=said.format(" of the prediction 'box'", f"fisher={kind!r}", r"likelihood=\{'box': \.\.\.\}"),
+    ):
+        CALLS[call](Two(), data, loss=both, fisher=kind)
+    assert CALLS[call](mlp(), data, loss=hinge, fisher=kind, likelihood="categorical")
+    assert CALLS[call](Two(), data, loss=both, fisher=kind, likelihood={"box": "gaussian"})
+
+
+@every_call
+@pytest.mark.parametrize("kind", ["exact", "sampled", "empirical"])
+def test_a_batch_that_does_not_tell_the_likelihood_is_refused_with_what_to_do(call: str, kind: str) -> None:
+    def ignored(model: nn.Module, batch: Batch) -> Tensor:
+        return 0.0 * F.cross_entropy(model(batch[0]), batch[1])
+
+    with pytest.raises(
+        ValueError, match=r"Batch 0 of the data: the loss does not tell its likelihood.*larger batch"
+    ):
+        CALLS[call](mlp(), vectors(1), loss=ignored, fisher=kind)
+
+
+@every_call
+def test_a_loss_that_is_another_one_in_a_later_batch_is_refused_by_both(call: str) -> None:
+    def changing(model: nn.Module, batch: Any) -> Tensor:
+        x, y = batch
+        return F.mse_loss(model(x), y) if y.is_floating_point() else F.cross_entropy(model(x), y)
+
+    data = [*vectors(1), (INPUTS, INPUTS[:, :3])]
+    with pytest.raises(
+        ValueError,
+        match=r"Batch 1 of the data: the loss is that of a gaussian.*was that of a categorical.*likelihood=",
+    ):
+        CALLS[call](mlp(), data, loss=changing)

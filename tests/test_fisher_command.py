@@ -43,6 +43,24 @@ def zero():
     nn.init.zeros_(model[3].weight)
     return model
 
+class Heads(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body, self.cls, self.box = nn.Linear(4, 3), nn.Linear(3, 4), nn.Linear(3, 2)
+
+    def forward(self, x):
+        hidden = self.body(x).tanh()
+        return {"cls": self.cls(hidden), "box": self.box(hidden)}
+
+def boxes():
+    x = torch.randn(8, 4, generator=torch.Generator().manual_seed(0))
+    return [(x, {"cls": torch.arange(8) % 4, "box": x[:, :2]})] * 2
+
+def loss(model, batch):
+    out = model(batch[0])
+    losses = nn.functional.cross_entropy(out["cls"], batch[1]["cls"])
+    return losses + nn.functional.mse_loss(out["box"], batch[1]["box"])
+
 def imports_later():
     import neighbour
     return neighbour.make()
@@ -299,3 +317,42 @@ def test_a_closed_pipe_ends_it_quietly(user: Path) -> None:
     assert "BrokenPipe" not in errors
     assert "Exception" not in errors
     assert (user.parent / "out" / "comparison.csv").exists()
+
+
+def metadata(user: Path) -> Any:
+    plain = json.loads((user.parent / "out" / "comparison.json").read_text(encoding="utf-8"))
+    (point,) = plain["points"].values()
+    return point["metadata"]
+
+
+def test_several_predictions_have_their_likelihoods_by_name_or_from_a_loss(user: Path) -> None:
+    about = {"model": "Heads", "data": "boxes"}
+    assert run(user, "--no-figures", "--likelihood", "cls=categorical", "box=gaussian", **about) == 0
+    assert metadata(user)["likelihood"] == {"box": "gaussian", "cls": "categorical"}
+    assert metadata(user)["terms"] == {"box": 32, "cls": 16}
+    assert run(user, "--no-figures", "--loss", f"{user}:loss", **about) == 0
+    assert metadata(user)["likelihood"]["box"] == "Gaussian(variance=0.5, masked=True)"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        (["--likelihood", "gausian"], r"'gausian' is unknown. Did you mean 'gaussian'?"),
+        (
+            ["--likelihood", "box=normal"],
+            "'normal' is unknown. Expected one of auto, categorical, bernoulli, gaussian",
+        ),
+        (["--likelihood", "gaussian", "cls=categorical"], "got gaussian cls=categorical. Expected one for all"),
+    ],
+    ids=["unknown", "unknown by name", "mixed"],
+)
+def test_a_likelihood_that_cannot_be_read_is_refused(
+    user: Path, arguments: list[str], named: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(user, *arguments) != 0
+    assert named in capsys.readouterr().err
+
+
+def test_a_loss_without_a_network_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["fisher", "--loss", "mine.py:loss"]) != 0
+    assert "--loss needs --model" in capsys.readouterr().err

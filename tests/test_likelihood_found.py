@@ -59,6 +59,17 @@ def test_it_is_found_and_said_once(name: str, step: str, caplog: pytest.LogCaptu
     assert len(found) == (2 if name == "hinge" and step == "natural" else 1)
 
 
+def test_a_model_may_be_called_several_times_for_one_loss() -> None:
+    """Of two samples at a time: too few for the gradient alone to tell."""
+    x = normal(N, 5)
+    for name, (loss, likelihood) in LOSSES.items():
+        model = mlp()
+        optimizer = TEKFAC(model)
+        loss(torch.cat([model(part) for part in x.split(2)])).backward()
+        optimizer.step()
+        assert optimizer.likelihoods == ({} if name == "hinge" else {"": likelihood})
+
+
 @pytest.mark.parametrize("name", ["cross entropy", "yes or no"])
 def test_what_was_found_is_measured_as_what_is_set(name: str) -> None:
     loss, likelihood = LOSSES[name]

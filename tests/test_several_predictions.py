@@ -14,75 +14,22 @@ from torch import Tensor, nn
 
 import oracle
 from dense import METHODS, assert_close, dense_block, gradient_step, normal, oracle_block, seeded, statistics
+from several_heads import (
+    ANSWERS,
+    BOXES,
+    CLASSES,
+    KINDS,
+    LOSSES,
+    Heads,
+    N,
+    empirical_samples,
+    exact_samples,
+    layers,
+)
 from tekfac import KFAC, TEKFAC
 from tekfac.capture.awaiting import Awaited
 from tekfac.likelihoods import Bernoulli, Categorical, Gaussian
 from tekfac.optim.natural_gradient import NaturalGradient
-
-N = 7
-
-Losses = dict[str, Callable[[Tensor], Tensor]]
-
-
-class Heads(nn.Module):
-    """A trunk (or one for each) and heads of three, two and four outputs, in a dict."""
-
-    def __init__(self, names: tuple[str, ...], *, shared: bool) -> None:
-        super().__init__()
-        sizes = {"cls": 3, "yes": 2, "box": 4}
-        self.shared = shared
-        self.trunks = nn.ModuleDict({name: nn.Linear(5, 4) for name in (("all",) if shared else names)})
-        self.heads = nn.ModuleDict({name: nn.Linear(4, sizes[name]) for name in names})
-
-    def forward(self, x: Tensor) -> dict[str, Tensor]:
-        common = torch.tanh(self.trunks["all"](x)) if self.shared else None
-        return {
-            name: head(torch.tanh(self.trunks[name](x)) if common is None else common)
-            for name, head in self.heads.items()
-        }
-
-
-CLASSES, ANSWERS, BOXES = torch.arange(N) % 3, normal(N, 2, seed=3) > 0, normal(N, 4, seed=4)
-
-LOSSES: Losses = {
-    "cls": lambda z: F.cross_entropy(z, CLASSES),
-    "yes": lambda z: F.binary_cross_entropy_with_logits(z, ANSWERS.double()),
-    "box": lambda z: F.mse_loss(z, BOXES),
-}
-
-TERMS = {"cls": N, "yes": 2 * N, "box": 4 * N}
-KINDS = {"cls": "categorical", "yes": "bernoulli", "box": "gaussian"}
-
-
-def column(name: str, k: int) -> Callable[[Tensor], Tensor]:
-    """What has the k-th column of a prediction's Fisher as its gradient."""
-    if name == "cls":
-        return lambda z: oracle.softmax_column(k)(z, z)
-    if name == "yes":
-        return lambda z: (z[0, k].detach().sigmoid() * (-z[0, k].detach()).sigmoid()).sqrt() * z[0, k]
-    return lambda z: z[0, k] * 2**0.5
-
-
-def exact_samples(model: nn.Module, inputs: Tensor, layer: str, weights: dict[str, float]) -> oracle.Samples:
-    """Every column of every prediction that leads to a layer as a sample: their mean is F."""
-    outputs = model(inputs[:1])
-    parts = []
-    leading = [name for name in outputs if name in layer or "all" in layer]
-    count = sum(outputs[name].numel() for name in leading)
-    for name in leading:
-        for k in range(outputs[name].numel()):
-            scale = (count * weights[name] * N / TERMS[name]) ** 0.5
-            of_column = column(name, k)
-            samples = oracle.per_sample(
-                model, lambda out, _, n=name, c=of_column, s=scale: s * c(out[n]), inputs, inputs, layer
-            )
-            parts.append(samples)
-    gradients, a, u = (torch.cat(own) for own in zip(*parts, strict=True))
-    return oracle.Samples(gradients, a, u)
-
-
-def layers(model: nn.Module) -> list[str]:
-    return [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
 
 
 def total(names: tuple[str, ...], weights: dict[str, float]) -> Callable[[dict[str, Tensor]], Tensor]:
@@ -168,23 +115,22 @@ def test_the_empirical_fisher_is_that_of_all_losses_together(
     model = seeded(lambda: Heads(names, shared=shared).double())
     x, weights = normal(N, 5), {"cls": 1.0, "yes": 0.5, "box": 2.0}
     optimizer = stepped(method, model, total(names, weights), x, fisher="empirical")
+    assert_blocks(optimizer, model, lambda layer: empirical_samples(model, x, layer, weights))
 
-    def loss(out: dict[str, Tensor], index: Tensor) -> Tensor:
-        n = int(index[0, 0])
-        rows = {"cls": CLASSES, "yes": ANSWERS.double(), "box": BOXES}
-        own = {
-            "cls": F.cross_entropy(out["cls"], rows["cls"][n : n + 1]),
-            "yes": F.binary_cross_entropy_with_logits(out["yes"], rows["yes"][n : n + 1]),
-            "box": F.mse_loss(out["box"], rows["box"][n : n + 1]),
-        }
-        return torch.stack([weights[name] * own[name] for name in names]).sum()
 
-    def samples(layer: str) -> oracle.Samples:
-        found = oracle.per_sample(model, loss, x, torch.arange(N)[:, None], layer)
-        scale = (TERMS["box"] / N) ** 0.5  # M is that of the loss with the most terms
-        return oracle.Samples(scale * found.gradients, found.a, scale * found.u)
-
-    assert_blocks(optimizer, model, samples)
+@pytest.mark.parametrize("method", METHODS)
+def test_gradients_collected_by_autograd_grad_are_measured_together_too(
+    method: type[NaturalGradient],
+) -> None:
+    names, ones = ("cls", "yes", "box"), dict.fromkeys(("cls", "yes", "box"), 1.0)
+    model = seeded(lambda: Heads(names, shared=True).double())
+    x, parameters = normal(N, 5), list(model.parameters())
+    optimizer = method.natural(model, lr=1e-30, momentum=0.0, damping=1e-3, fisher="empirical")
+    gradients = torch.autograd.grad(total(names, ones)(model(x)), parameters)
+    for p, gradient in zip(parameters, gradients, strict=True):
+        p.grad = gradient
+    optimizer.step()
+    assert_blocks(optimizer, model, lambda layer: empirical_samples(model, x, layer, ones))
 
 
 class Counting(torch.autograd.Function):
@@ -381,6 +327,24 @@ def test_a_name_that_is_not_there_is_refused() -> None:
     optimizer = TEKFAC(model, likelihood={"boxes": "gaussian"})
     with pytest.raises(ValueError, match=r"names 'boxes', but .* are 'cls', 'box'"):
         model(normal(N, 5))
+    assert optimizer.num_steps == 0
+
+
+def test_a_shape_that_a_likelihood_cannot_read_is_refused_by_the_name_of_the_prediction() -> None:
+    class Two(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body = nn.Linear(5, 4)
+
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            out = self.body(x)
+            return out[:, :3], out[:, 3]
+
+    model = seeded(lambda: Two().double())
+    optimizer = TEKFAC(model, likelihood="categorical")
+    out = model(normal(N, 5))
+    with pytest.raises(ValueError, match=r"Of the prediction '1': .*outputs of shape \[7\].*likelihood=\{'1'"):
+        (F.cross_entropy(out[0], CLASSES) + out[1].square().mean()).backward()
     assert optimizer.num_steps == 0
 
 

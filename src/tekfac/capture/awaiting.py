@@ -27,12 +27,14 @@ class Siblings:
         running: which pass that is.
         inner: names of predictions that an arrived one was made of: their gradients are its affair.
         joined: by the name of a prediction that is still to arrive, what takes its gradients already.
+        samples: the most of them that one of the predictions which have arrived had.
     """
 
     count: int
     running: int = -1
     inner: set[str] = field(default_factory=set)
     joined: dict[str, Any] = field(default_factory=dict)
+    samples: int = 0
 
     def begin(self, running: int) -> None:
         """A prediction has arrived in a pass: what was known of another one is forgotten."""

@@ -18,7 +18,6 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from statistics import mean
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -49,6 +48,7 @@ from tekfac.capture.taking import (
     take_samples,
     take_sums,
 )
+from tekfac.capture.tally import Tally, merged, shares_of
 from tekfac.common.phases import Phase
 from tekfac.layers.batch import CapturedBatch, FormedBatch, LayerBatch, MomentBatch, PassContext, Sums
 from tekfac.layers.kinds.base import Application, RepetitionError
@@ -105,10 +105,11 @@ class Capture:
         sampling: the generator of drawn labels.
         choosing: the generator that samples to measure are chosen with.
         likelihoods: of the model's predictions.
-        counted: which terms of the next backward pass count, [N, P], where that is known. Otherwise the
-            gradient tells: a term without any does not count, unless its prediction is certain.
+        counted: which terms of the next backward pass count, [N, P] by the name of the prediction, where its
+            loss is known to be -log p of nothing else. Otherwise the gradient tells: a term without any does
+            not count, unless its prediction is certain; and what the loss is multiplied by.
         passes: forward and backward passes received since the last `clear`.
-        terms: their loss terms.
+        tallies: of their loss terms, by the name of the prediction, or of several that were measured together.
         samples: their samples, but for passes in which no term counts.
         seconds: what measuring in backward passes has taken so far, by the clock of the host.
         left_out: names of layers that were seen, but not in a way that can be measured.
@@ -120,6 +121,7 @@ class Capture:
         layers: Iterable[Layer],
         measurement: Measurement,
         *,
+        likelihoods: LikelihoodsOfLosses | None = None,
         grad_scaler: torch.amp.GradScaler | None = None,
         statistics_samples: StatisticsSamples = None,
         may_be_summed: bool = False,
@@ -132,6 +134,7 @@ class Capture:
             model: to be watched.
             layers: whose statistics are wanted.
             measurement: what the Fisher is an expectation over, and how the model is read.
+            likelihoods: what is known of the predictions already; None: what the measurement says.
             grad_scaler: the loss scaler; only the empirical Fisher needs to know it.
             statistics_samples: of a batch, that are measured.
             may_be_summed: whether all that is made of a sample is its gradient, so that sums of samples with
@@ -143,9 +146,10 @@ class Capture:
         self.problems: list[str] = []
         self.sampling = Sampling(seed)
         self.choosing = Sampling((seed + 1) % 2**63, torch.device("cpu"))  # not the numbers of the labels
-        self.likelihoods = LikelihoodsOfLosses(measurement.likelihood)
-        self.counted: Tensor | None = None
-        self.passes = self.terms = self.samples = 0
+        self.likelihoods = likelihoods or LikelihoodsOfLosses(measurement.likelihood)
+        self.counted: Mapping[str, Tensor] = {}
+        self.passes = self.samples = 0
+        self.tallies: dict[str, Tally] = {}
         self.seconds = 0.0
         self._kept = self.sampling, self.choosing, self.likelihoods
         self._measurement = measurement
@@ -158,8 +162,6 @@ class Capture:
         self._hooks = ModelHooks(model, measurement, self.likelihoods, self, only_training=only_training)
         self._layers = {layer.name: layer for layer in layers}
         self._batches: dict[str, list[_Captured]] = {}
-        self._terms_of: Counter[str] = Counter()
-        self._weights: dict[str, list[float]] = {}
         self._unfinished: list[_Pass] = []
         self._loss_scale = 1.0
         self._adds_up = True
@@ -218,36 +220,41 @@ class Capture:
     # -- what was captured -----------------------------------------------------------------------------
 
     @property
-    def outputs(self) -> Tensor | None:
-        """The predictions of the last forward pass; kept only where not only training is watched."""
-        return self._hooks.outputs
+    def predictions(self) -> Mapping[str, Tensor]:
+        """Those of the last forward pass; kept only where not only training is watched."""
+        return self._hooks.predictions
 
     def batches(self) -> dict[str, list[CapturedBatch]]:
-        """What was captured since the last `clear`, by layer name, an entry for each prediction and pass."""
-        self._finish()
-        return {
-            name: [replace(own.batch, gradient_factor=self._factor(own, captured)) for own in captured]
-            for name, captured in self._batches.items()
-        }
+        """What was captured since the last `clear`, by layer name, an entry for each prediction and pass.
 
-    def _factor(self, own: _Captured, captured: Sequence[_Captured]) -> float:
-        """What captured gradients are multiplied by, to be those of single terms.
+        All of a layer's are divided by the terms of all of them, which stands for the terms of those from the
+        same predictions; the Fisher of a loss is weighed as the loss is.
+        """
+        shares = shares_of(self.tallies)
+        found: dict[str, list[CapturedBatch]] = {}
+        for name, by_source in self.batches_by_source().items():
+            terms = {source: sum(own.num_terms for own in batches) for source, batches in by_source.items()}
+            for source, batches in by_source.items():
+                among = sum(terms.values()) / terms[source] if terms[source] else 1.0
+                factor = math.sqrt(shares[source].weight * among)
+                weighed = (replace(own, gradient_factor=own.gradient_factor * factor) for own in batches)
+                found.setdefault(name, []).extend(weighed)
+        return found
+
+    def batches_by_source(self) -> dict[str, dict[str, list[CapturedBatch]]]:
+        """The same, by layer name and by what the gradients came from, which are those of single terms.
 
         Gradients of a mean loss are shares of the whole step's, whose terms are all known only now; those of
-        drawn labels are whole ones. All of a layer's are divided by the terms of all of them, which stands for
-        the terms of those from the same predictions; the Fisher of a loss is weighed as the loss is.
+        drawn labels are whole ones.
         """
-        factor = (self._terms_of[own.source] if own.is_share else 1) / self._loss_scale
-        if len(self._terms_of) > 1:
-            terms = sum(other.batch.num_terms for other in captured)
-            alike = sum(other.batch.num_terms for other in captured if other.source == own.source)
-            factor *= math.sqrt(self._weight_of(own.source) * terms / alike)
-        return factor
-
-    def _weight_of(self, source: str) -> float:
-        """The weight of a prediction's loss beside the heaviest; 1 where it is not known."""
-        heaviest = max(map(mean, self._weights.values()), default=1.0)
-        return mean(self._weights[source]) / heaviest if source in self._weights else 1.0
+        self._finish()
+        found: dict[str, dict[str, list[CapturedBatch]]] = {}
+        for name, captured in self._batches.items():
+            by_source = found.setdefault(name, {})
+            for own in captured:
+                factor = (self.tallies[own.source].terms if own.is_share else 1) / self._loss_scale
+                by_source.setdefault(own.source, []).append(replace(own.batch, gradient_factor=factor))
+        return found
 
     @property
     def why_nothing_came(self) -> str:
@@ -260,10 +267,9 @@ class Capture:
     def clear(self) -> None:
         """Let go of what was captured."""
         self._batches, self._unfinished, self.problems = {}, [], []
-        self.passes = self.terms = self.samples = 0
-        self._terms_of.clear()
-        self._weights.clear()
-        self._hooks.outputs = None
+        self.passes = self.samples = 0
+        self.tallies = {}
+        self._hooks.predictions = {}
         self._loss_scale = 1.0
         self._adds_up = True
         for kept in self._kept:
@@ -321,20 +327,21 @@ class Capture:
             samples, calls = self._of_as_many_samples(calls)
             outputs, gradient = (own.expand(samples, 1) for own in (outputs, gradient))
         prediction = likelihood.predict(outputs, gradient)
-        if self.counted is not None:
-            prediction = replace(prediction, counted=self.counted)
+        if name in self.counted:
+            prediction = replace(prediction, counted=self.counted[name])
         if prediction.doubt is not None:
             self._warn_once(prediction.doubt)
-        num_terms, taken_by = self._num_terms(prediction), arrival.taken_by()
+        num_terms = self._measurement.num_terms(prediction.counted)
+        self.samples += arrival.more_samples(len(outputs) if num_terms else 0)
+        taken_by = arrival.taken_by()
         if taken_by is not None:
             self._join(taken_by, num_terms, prediction.counted)
             return
         others = arrival.to_come() if self._is_joint else []
         fisher = self._fisher_of(name, likelihood, is_alone=not others)
         self.passes += 1
-        self.samples += len(outputs) if num_terms else 0
-        self._count(source := " + ".join(sorted([name, *others])), num_terms)
-        if fisher != "empirical" and arrival.awaited.siblings.count > 1:
+        self._count(source := " + ".join(sorted([name, *others])), Tally(num_terms))
+        if fisher != "empirical" and arrival.awaited.siblings.count > 1 and name not in self.counted:
             self._weigh(source, prediction, gradient, num_terms)
         if fisher == "empirical" and self._grad_scaler is not None:
             self._loss_scale = self._grad_scaler.get_scale()
@@ -349,7 +356,7 @@ class Capture:
         axis = SampleAxis(len(outputs), probed, may_be_joined=fisher == "sampled")
         selection = Selection(self._statistics_samples, counted, self.choosing)
         is_share = fisher == "empirical" and self._measurement.loss_reduction != "sum"
-        comes_by = fisher == "empirical" and bool(arrival.adds_up) and self._is_joint
+        comes_by = fisher == "empirical" and arrival.adds_up is not False and self._is_joint
         if others:
             calls = [noted for noted in calls if will_come_by(noted.call)]
         unclear = self._samples_are_unclear(calls, outputs)
@@ -409,22 +416,21 @@ class Capture:
             return "empirical"
         return wanted
 
-    def _count(self, source: str, num_terms: int) -> None:
-        self.terms += num_terms
-        self._terms_of[source] += num_terms
+    def _count(self, source: str, tally: Tally) -> None:
+        self.tallies = merged(self.tallies, {source: tally})
 
     def _weigh(self, source: str, prediction: Prediction, gradient: Tensor, num_terms: int) -> None:
         """Note the weight of a loss, as far as its gradient tells."""
         factor = prediction.loss_factor(gradient)
         if factor is not None:
             terms = 1 if self._measurement.loss_reduction == "sum" else num_terms
-            self._weights.setdefault(source, []).append(factor * terms)
+            self._count(source, Tally(weights=factor * terms, told=1))
 
     def _join(self, passed: _Pass, num_terms: int, counted: Tensor) -> None:
         """Let the terms of another prediction count in a pass that takes its gradients, too."""
         more = max(0, num_terms - passed.num_terms)
         passed.num_terms += more
-        self._count(passed.source, more)
+        self._count(passed.source, Tally(more))
         same = counted.shape == passed.counted.shape
         passed.counted = passed.counted | counted if same else torch.ones_like(passed.counted[:, :1])
 
@@ -450,12 +456,6 @@ class Capture:
             singly = self._squaring is not None
             return selection.in_sums(positions, layer.shape, measurements, singly=singly)
         return selection.of(positions, layer.shape, measurements)
-
-    def _num_terms(self, prediction: Prediction) -> int:
-        """M, the number of summands that the Fisher is divided by."""
-        if self._measurement.loss_reduction == "mean":
-            return int(prediction.counted.sum())
-        return int(prediction.counted.any(dim=1).sum())
 
     def _vectors(
         self, fisher: FisherKind, prediction: Prediction, gradient: Tensor, device: torch.device

@@ -18,7 +18,7 @@ from __future__ import annotations
 import contextlib
 import sys
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from operator import is_
 from typing import Any, Protocol
@@ -46,7 +46,7 @@ from tekfac.capture.module_calls import (
     versions,
     watched_modules,
 )
-from tekfac.capture.outputs import ONLY, OutputSelector, selected_outputs, the_output
+from tekfac.capture.outputs import OutputSelector, selected_outputs
 from tekfac.capture.padding import real_positions
 from tekfac.common.phases import Phase
 from tekfac.common.precision import without_autocast
@@ -100,8 +100,15 @@ class Arrival:
         return sort_of_loss(roots, self.edge.node, self.edge.output_nr) if roots else None
 
     def to_come(self) -> list[str]:
-        """Names of the other predictions that this pass will come to."""
-        return self.awaited.to_come() if self.adds_up else []
+        """Names of the other predictions that this pass will come to on its way to parameters."""
+        return [] if self.adds_up is False else self.awaited.to_come()
+
+    def more_samples(self, samples: int) -> int:
+        """How many of this one's samples are more than the predictions had that arrived before."""
+        siblings = self.awaited.siblings
+        more = max(0, samples - siblings.samples)
+        siblings.samples += more
+        return more
 
     def join(self, names: Iterable[str], taken_by: Any) -> None:
         """Note that something takes what comes by other predictions, too."""
@@ -129,7 +136,7 @@ class ModelHooks:
 
     Attributes:
         progress: how far the passes since the last call of `arm` have come.
-        outputs: the predictions of the last forward pass; kept only where not only training is watched.
+        predictions: of the last forward pass; kept only where not only training is watched.
 
     An optimizer watches forward passes in training mode whose backward pass leads to parameters. With
     `only_training=False` the mode does not matter, and a backward pass that ends at the outputs will do.
@@ -145,7 +152,7 @@ class ModelHooks:
         only_training: bool,
     ) -> None:
         self.progress = NOT_CALLED
-        self.outputs: Tensor | None = None
+        self.predictions: Mapping[str, Tensor] = {}
         self._model = weakref.ref(model)
         self._listener = weakref.ref(listener)
         self._likelihoods = likelihoods
@@ -272,17 +279,13 @@ class ModelHooks:
         self.progress = max(self.progress, CALLED)
         if self._only_training and not window.calls:
             return
-        predictions = self._predictions(output)
+        predictions = selected_outputs(output, self._select)
         self._likelihoods.check(predictions)
         self.progress = max(self.progress, NO_GRADIENT)
         if not self._only_training:
-            (self.outputs,) = predictions.values()
+            self.predictions = predictions
         for waiting, prediction, node in awaited(window, predictions):
             self._wait(waiting, prediction, node)
-
-    def _predictions(self, returned: Any) -> dict[str, Tensor]:
-        found = selected_outputs(returned, self._select)
-        return found if self._only_training or self._select is not None else {ONLY: the_output(found)}
 
     # -- the backward pass -----------------------------------------------------------------------------
 

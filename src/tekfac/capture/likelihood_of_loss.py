@@ -12,7 +12,15 @@ from torch import Tensor
 
 from tekfac.capture.loss_graph import LossSort
 from tekfac.capture.recognition import Finding, recognised
-from tekfac.likelihoods import Bernoulli, Categorical, Gaussian, Likelihood, Unknown, as_likelihood
+from tekfac.likelihoods import (
+    Bernoulli,
+    Categorical,
+    Gaussian,
+    Likelihood,
+    OutputShapeError,
+    Unknown,
+    as_likelihood,
+)
 
 logger = logging.getLogger("tekfac")
 
@@ -69,6 +77,11 @@ class LikelihoodsOfLosses:
         """The likelihood that was set for a prediction; None: it is to be found."""
         return self._named.get(name, self._for_all)
 
+    def settle(self, likelihood: Likelihood) -> None:
+        """Take a likelihood for all predictions from now on for which none was set, instead of finding it."""
+        self._for_all = self._for_all or likelihood
+        self._named = {name: own or likelihood for name, own in self._named.items()}
+
     def check(self, predictions: Mapping[str, Tensor]) -> None:
         """What can be known in the forward pass.
 
@@ -99,10 +112,15 @@ class LikelihoodsOfLosses:
             outputs: samples first.
             gradient: of the loss, of the same shape.
             loss: tells what it is of the outputs, as far as the graph shows.
+
+        Raises:
+            OutputShapeError: where they do not have the shape that a likelihood which was set reads.
         """
         before = self._known.get(name, _Known())
         known = replace(before, seen=before.seen + 1)
         explicit = self.set_for(name)
+        if explicit is not None and outputs.ndim:
+            _require_shape(name, explicit, outputs)
         if known.is_to_be_checked() and type(explicit) in (type(None), *KINDS.values()):
             finding = recognised(outputs, gradient, loss()) if outputs.ndim else Finding(UNKNOWN)
             if finding.is_certain:
@@ -145,6 +163,21 @@ def require_likelihood(setting: Any) -> None:
         raise ValueError("Invalid likelihood: {}. Expected names of predictions, each with its likelihood.")
     for value in setting.values() if isinstance(setting, Mapping) else [setting]:
         _as_set(value)
+
+
+def of_one_prediction(name: str, error: OutputShapeError) -> OutputShapeError:
+    """An error that says which of several predictions it is of."""
+    setting = f"likelihood={{{name!r}: ...}}"
+    return OutputShapeError(
+        f"Of the prediction {name!r}: {error} Each may have a likelihood of its own: {setting}."
+    )
+
+
+def _require_shape(name: str, likelihood: Likelihood, outputs: Tensor) -> None:
+    try:
+        likelihood.check(outputs)
+    except OutputShapeError as error:
+        raise of_one_prediction(name, error) from error
 
 
 def _as_set(value: Any) -> Likelihood | None:

@@ -18,7 +18,12 @@ from collections.abc import Iterable, Sequence
 from enum import Enum
 from typing import Any, NamedTuple
 
-from tekfac.common.torch_internals import base_name, exponent_of, sequence_number
+from tekfac.common.torch_internals import (
+    base_name,
+    exponent_of,
+    joins_rows,
+    sequence_number,
+)
 
 
 class Sort(Enum):
@@ -60,6 +65,9 @@ LOSSES = {
     "NllLoss2D": Sort.LOG_PROBABILITIES,
 }
 """What losses of torch are, of the outputs themselves and something fixed."""
+
+MOVABLE = (Sort.OUTPUTS, Sort.RESIDUAL, Sort.LOG_SOFTMAX)
+"""What stays the same beside other samples."""
 
 FOUND = (Sort.LOG_PROBABILITIES, Sort.CATEGORICAL, Sort.BERNOULLI, Sort.GAUSSIAN)
 
@@ -140,6 +148,8 @@ class _Sorts:
             return self._made_of_several(name, [edge for edge, _ in inputs], sorts)
         if name == "Div" and self._is_denominator(node):
             return Sort.OTHER
+        if sorts[0] in MOVABLE and joins_rows(node):  # those of another call of the model, say
+            return sorts[0]
         self.of_part |= name in PICKING and sorts[0] in (Sort.OUTPUTS, Sort.RESIDUAL)
         return _made_of_one(name, sorts[0], exponent_of(node))
 

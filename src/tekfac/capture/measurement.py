@@ -8,6 +8,7 @@ from numbers import Integral
 from typing import Any, ClassVar, Literal, TypedDict
 
 import torch
+from torch import Tensor
 
 from tekfac.capture.likelihood_of_loss import require_likelihood
 from tekfac.capture.outputs import OutputSelector
@@ -87,6 +88,10 @@ class Measurement:
         if seed is not None and (not isinstance(seed, Integral) or isinstance(seed, bool) or seed < 0):
             raise ValueError(f"Invalid seed: {seed!r}. Expected a whole number that is not negative.")
 
+    def num_terms(self, counted: Tensor) -> int:
+        """M, the number of summands that the Fisher is divided by, where these terms count, [N, P]."""
+        return int((counted if self.loss_reduction == "mean" else counted.any(dim=1)).sum())
+
     @property
     def side_rule(self) -> SideRule:
         """Which form the sides of blocks get."""
@@ -97,7 +102,7 @@ class MeasurementKeywords(TypedDict, total=False):
     """The names of `Measurement`, for the type checker, where a function takes them as keywords."""
 
     fisher: FisherKind
-    likelihood: OneLikelihood
+    likelihood: LikelihoodSetting
     loss_reduction: LossReduction
     batch_dim: int
     outputs: OutputSelector | None

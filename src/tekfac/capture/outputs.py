@@ -30,7 +30,7 @@ def find_outputs(returned: Any) -> dict[str, Tensor]:
     Raises:
         OutputShapeError: if there is none.
     """
-    everything = dict(_tensors(returned, ONLY))
+    everything = {name: t for name, t in named_tensors(returned) if t.is_floating_point()}
     found = {name: tensor for name, tensor in everything.items() if tensor.ndim} or everything
     if LOGITS in found:
         return {name: tensor for name, tensor in found.items() if name.endswith(LOGITS)}
@@ -64,28 +64,13 @@ def selected_outputs(returned: Any, select: OutputSelector | None) -> dict[str, 
         ) from error
 
 
-def the_output(found: Mapping[str, Tensor]) -> Tensor:
-    """The one that a measurement of a single tensor of predictions reads.
-
-    Raises:
-        OutputShapeError: if there are several, none of which comes first.
-    """
-    first = min(found, key=lambda name: name != LOGITS)
-    if len(found) == 1 or first == LOGITS or first.replace(".", "").isdigit():
-        return found[first]
-    raise OutputShapeError(
-        f"Cannot find the predictions in what the model returned: it has {', '.join(map(repr, found))}. Say "
-        "which of them they are: outputs=lambda returned: ..."
-    )
-
-
-def _tensors(value: Any, name: str) -> Iterator[tuple[str, Tensor]]:
+def named_tensors(value: Any, name: str = ONLY) -> Iterator[tuple[str, Tensor]]:
+    """All tensors in tuples, lists, dicts and dataclasses, however nested, with names as predictions have."""
     if isinstance(value, Tensor):
-        if value.is_floating_point():
-            yield name, value
+        yield name, value
         return
     for key, part in _parts(value):
-        yield from _tensors(part, f"{name}.{key}" if name else key)
+        yield from named_tensors(part, f"{name}.{key}" if name else key)
 
 
 def _parts(value: Any) -> Iterator[tuple[str, Any]]:

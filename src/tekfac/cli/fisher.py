@@ -5,18 +5,20 @@ from __future__ import annotations
 import argparse
 import logging
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from copy import deepcopy
 from typing import Any
 
 import torch
 from torch import nn
 
-from tekfac.capture.measurement import FISHER_KINDS
+from tekfac.capture.likelihood_of_loss import AUTO
+from tekfac.capture.measurement import FISHER_KINDS, LikelihoodSetting
 from tekfac.cli import fisher_demo
 from tekfac.cli.fisher_sources import Limited, distinct, load_state
 from tekfac.cli.model_arguments import FUNCTION, add_images, add_model, made
 from tekfac.cli.parsing import add_out, positive
+from tekfac.common.checks import nearest
 from tekfac.common.extras import require
 from tekfac.common.user_code import find_function
 from tekfac.fisher import figures
@@ -30,6 +32,7 @@ from tekfac.lab.data.digits import read_digits
 from tekfac.layers.inventory import take_inventory
 from tekfac.likelihoods import LIKELIHOODS
 
+KINDS = (AUTO, *LIKELIHOODS)
 EPOCHS = (0, 1, 2, 4, 8)
 HEAT_MAP_ROWS = 400
 
@@ -55,6 +58,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     loader = "a function of yours that returns batches (inputs, targets), such as a DataLoader: "
     told = f"{loader}{FUNCTION} (default: digits, for the CNN trained on them)"
     source.add_argument("--data", metavar="WHERE", help=told)
+    told = f"a function of yours (model, batch) -> loss: {FUNCTION} (default: that of the likelihood)"
+    source.add_argument("--loss", metavar="WHERE", help=told)
     told = "checkpoints of the model, as it was trained"
     source.add_argument("--state", nargs="+", default=[], metavar="FILE", help=told)
     source.add_argument("--layers", nargs="+", metavar="NAME", help="only these layers (default: all)")
@@ -63,7 +68,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     told = "kfac, ekfac, tkfac, tekfac; kfac:reduce for another sharing (default: all four)"
     how.add_argument("--methods", nargs="+", default=list(ALL_METHODS), metavar="METHOD", help=told)
     how.add_argument("--fisher", choices=FISHER_KINDS, default="exact", help="where labels come from")
-    how.add_argument("--likelihood", choices=LIKELIHOODS, default="categorical", help="of the targets")
+    told = f"of the targets: {', '.join(KINDS)}; of several predictions NAME=KIND for each"
+    told += " (default: auto: what the loss tells, or categorical)"
+    how.add_argument("--likelihood", nargs="+", default=["auto"], metavar="KIND", help=told)
     told = "of the preconditioned gradients (default: tr F / d of each layer)"
     how.add_argument("--damping", type=float, help=told)
     how.add_argument("--float32", action="store_true", help="compute in single precision, not in double")
@@ -90,7 +97,8 @@ def run(options: argparse.Namespace) -> None:
     loader = Limited(_data(options), options.samples, dtype)
     keywords: Keywords = {
         "fisher": options.fisher,
-        "likelihood": options.likelihood,
+        "likelihood": _likelihood(options.likelihood),
+        "loss": None if options.loss is None else find_function(options.loss, "--loss"),
         "layers": options.layers,
         "seed": options.seed,
         "progress": not options.quiet and sys.stderr.isatty(),
@@ -130,6 +138,9 @@ def _check(options: argparse.Namespace) -> None:
         raise ValueError("--model needs --data: a function that returns batches (inputs, targets).")
     if options.model is None and options.data is not None:
         raise ValueError("--data needs --model: the network it is data of.")
+    if options.model is None and options.loss is not None:
+        raise ValueError("--loss needs --model: the network it is the loss of.")
+    _likelihood(options.likelihood)
     for name in options.methods:
         Approximation.named(name)
     if not options.no_figures:
@@ -157,6 +168,21 @@ def _data(options: argparse.Namespace) -> Iterable[Any]:
             "several times: a DataLoader or a list."
         )
     return loader
+
+
+def _likelihood(told: Sequence[str]) -> LikelihoodSetting:
+    """One for all predictions, or one for each by name."""
+    pairs = [text.rpartition("=") for text in told]
+    for _, _, kind in pairs:
+        if kind not in KINDS:
+            raise ValueError(f"--likelihood: {kind!r} is unknown.{nearest(kind, KINDS)}")
+    if len(pairs) == 1 and not pairs[0][1]:
+        return told[0]
+    if not all(equals for _, equals, _ in pairs):
+        raise ValueError(
+            f"--likelihood: got {' '.join(told)}. Expected one for all predictions, or NAME=KIND for each."
+        )
+    return {name: kind for name, _, kind in pairs}
 
 
 def _points(options: argparse.Namespace, dtype: torch.dtype) -> Points:

@@ -101,6 +101,11 @@ def exponent_of(node: Any) -> float | None:
     return float(exponent) if isinstance(exponent, int | float) else None
 
 
+def joins_rows(node: Any) -> bool:
+    """Whether a node puts values together along the first axis."""
+    return base_name(node) == "Cat" and getattr(node, "_saved_dim", None) == 0
+
+
 def roots_of_running_pass() -> list[tuple[Any, int]]:
     """The nodes that the backward pass which is running began at, and which of their results.
 

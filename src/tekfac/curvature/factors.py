@@ -64,6 +64,11 @@ class MomentSums(NamedTuple):
             count = self.input_count + other.input_count
         return MomentSums(self.input.add_(other.input), self.output.add_(other.output), count)
 
+    def times(self, weight: float, num_terms: int) -> MomentSums:
+        """Weighed means of what is made of gradients; a mean input is not."""
+        inputs = self.input * weight / num_terms if self.input_count is None else self.input.clone()
+        return MomentSums(inputs, self.output * weight / num_terms, self.input_count)
+
 
 MeasureChunk = Callable[[Rows], MomentSums]
 

@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tekfac.capture.sampling import Sampling
+from tekfac.capture.capture import Capture
+from tekfac.capture.tally import Shares, Tally, shares_of
 from tekfac.common.data_hash import DataHash
 from tekfac.fisher import tensor_files
 from tekfac.fisher.collectors import Collectors
@@ -21,6 +22,7 @@ from tekfac.fisher.collectors import Collectors
 logger = logging.getLogger("tekfac")
 
 KIND = "an unfinished survey"
+FORMAT = 2
 
 
 @dataclass(frozen=True)
@@ -30,18 +32,40 @@ class Count:
     Attributes:
         batches: how many batches.
         samples: how many samples.
-        terms: M, the number of loss terms.
         data: a hash of the data.
+        tallies: of loss terms, by the name of the prediction, or "" where all were measured together.
+        likelihoods: that predictions were measured with, by name, in words.
     """
 
     batches: int = 0
     samples: int = 0
-    terms: int = 0
     data: DataHash = field(default_factory=DataHash)
+    tallies: Mapping[str, Tally] = field(default_factory=dict)
+    likelihoods: Mapping[str, str] = field(default_factory=dict)
 
-    def plain(self) -> dict[str, int]:
-        """What is noted beside a result."""
-        return {"samples": self.samples, "terms": self.terms}
+    @property
+    def shares(self) -> Shares:
+        """What the sums over samples are multiplied by."""
+        return shares_of(self.tallies)
+
+    def plain(self) -> dict[str, Any]:
+        """What is noted beside a result: of several predictions, by their names."""
+        terms = {name: tally.terms for name, tally in self.tallies.items()}
+        plain = {"samples": self.samples, "terms": _only(terms), "likelihood": _only(self.likelihoods)}
+        if len(terms) > 1:
+            plain["weights"] = _only({name: share.weight for name, share in self.shares.items()})
+        return plain
+
+    @classmethod
+    def from_plain(cls, saved: Mapping[str, Any]) -> Count:
+        """From what `dataclasses.asdict` has made of it."""
+        tallies = {name: Tally(**tally) for name, tally in saved["tallies"].items()}
+        return cls(**{**saved, "data": DataHash(**saved["data"]), "tallies": tallies})
+
+
+def _only(by_name: Mapping[str, Any]) -> Any:
+    """The value of the only prediction, or those of several by name."""
+    return next(iter(by_name.values())) if len(by_name) == 1 else dict(sorted(by_name.items()))
 
 
 @dataclass(frozen=True)
@@ -76,17 +100,18 @@ class Checkpoint:
         if not seconds >= 0:
             raise ValueError(f"Invalid checkpoint_seconds: {seconds!r}. Expected a number, not negative.")
         self._path = Path(path)
-        self._signature = dict(signature)
+        self._signature = {"format": FORMAT, **signature}
         self._seconds = seconds
         self._written = time.monotonic()
         self._records: dict[str, Record] = {}
         self._tensors: dict[str, Tensor] = {}
         self._sampling: dict[str, Any] | None = None
+        self._likelihoods: str | None = None
         if self._path.exists():
             self._read()
 
-    def take_up(self, title: str, collectors: Collectors, sampling: Sampling, device: torch.device) -> Record:
-        """How far a pass had come; what was summed up in it is put back into its collectors."""
+    def take_up(self, title: str, collectors: Collectors, capture: Capture, device: torch.device) -> Record:
+        """How far a pass had come; what was summed up and found in it is put back."""
         record = self._records.get(title)
         if record is None:
             return Record()
@@ -100,15 +125,17 @@ class Checkpoint:
                 if (name, index) in states:
                     collector.load(states[name, index])
         if self._sampling is not None and not record.complete:
-            sampling.load(self._sampling)
+            capture.sampling.load(self._sampling)
+        if self._likelihoods is not None:
+            capture.likelihoods.load(self._likelihoods)
         logger.info("%s: taken up after %d batch(es) from %s.", title, record.count.batches, self._path)
         return record
 
-    def note(self, title: str, record: Record, collectors: Collectors, sampling: Sampling) -> None:
+    def note(self, title: str, record: Record, collectors: Collectors, capture: Capture) -> None:
         """Note how far a pass has come; write the file at its end, or if it is time to."""
         self._records[title] = record
         if record.complete or time.monotonic() - self._written >= self._seconds:
-            self._write(title, collectors, sampling)
+            self._write(title, collectors, capture)
 
     def require_same_data(self, record: Record, seen: DataHash) -> None:
         """Raise ValueError where what the loader gave is not what the pass had seen."""
@@ -118,17 +145,18 @@ class Checkpoint:
                 "was written. Use a loader that does not shuffle or augment, or remove the file to start anew."
             )
 
-    def _write(self, title: str, collectors: Collectors, sampling: Sampling) -> None:
+    def _write(self, title: str, collectors: Collectors, capture: Capture) -> None:
         for name, own in collectors.items():
             for index, collector in enumerate(own):
                 for part, tensor in collector.state().items():
                     self._tensors[json.dumps([title, name, index, part])] = tensor
-        saved = sampling.state()
+        saved = capture.sampling.state()
         metadata = {
             "kind": KIND,
             "signature": self._signature,
             "records": {name: asdict(record) for name, record in self._records.items()},
             "sampling": {"seed": saved["seed"], "device": saved["device"]},
+            "likelihoods": capture.likelihoods.state(),
         }
         drawn = {} if saved["state"] is None else {"sampling": saved["state"]}
         tensor_files.write(self._path, {**self._tensors, **drawn}, metadata)
@@ -145,6 +173,7 @@ class Checkpoint:
                 "anew."
             )
         for name, record in metadata["records"].items():
-            count = Count(**{**record["count"], "data": DataHash(**record["count"]["data"])})
+            count = Count.from_plain(record["count"])
             self._records[name] = Record(count, record["seen"], record["complete"])
+        self._likelihoods = metadata["likelihoods"]
         self._sampling = {**metadata["sampling"], "state": self._tensors.pop("sampling", None)}

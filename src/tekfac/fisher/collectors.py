@@ -1,13 +1,18 @@
-"""What is summed up over a data set for one layer. Sums of batches are added in float64."""
+"""What is summed up over a data set for one layer. Sums of batches are added in float64.
+
+Of several predictions each has sums of its own: what they are divided by is known when all data were seen.
+"""
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
+from tekfac.capture.tally import Shares
 from tekfac.curvature.eigenbasis import Eigenbasis
 from tekfac.curvature.factors import FactorRule, KroneckerFactors, MomentSums
 from tekfac.curvature.layer_curvature import require_finite
@@ -20,8 +25,8 @@ class Collector(ABC):
     """Something that is summed up over a data set, for one layer."""
 
     @abstractmethod
-    def add(self, batches: Sequence[CapturedBatch]) -> None:
-        """Take in what the layer saw in one batch of the data."""
+    def add(self, source: str, batches: Sequence[CapturedBatch]) -> None:
+        """Take in what the layer saw in one batch of the data, from one prediction."""
 
     def state(self) -> dict[str, Tensor]:
         """What was summed up so far; nothing, for what is not taken up again."""
@@ -43,29 +48,38 @@ class FactorSums(Collector):
         self._rule = rule
         self._sharing = sharing
         self._memory_budget = memory_budget
-        self._total: MomentSums | None = None
+        self._totals: dict[str, MomentSums] = {}
 
-    def add(self, batches: Sequence[CapturedBatch]) -> None:
+    def add(self, source: str, batches: Sequence[CapturedBatch]) -> None:
         """Take in one batch of the data."""
         sums = self._rule.sums(batches, self._sharing, self._memory_budget)
         require_finite(sums.input, sums.output)
         doubled = MomentSums(*(None if part is None else part.double() for part in sums))  # type: ignore[arg-type]
-        self._total = doubled if self._total is None else self._total.plus(doubled)
+        total = self._totals.get(source)
+        self._totals[source] = doubled if total is None else total.plus(doubled)
 
-    def moments(self, num_terms: int) -> KroneckerFactors:
+    def moments(self, shares: Shares) -> KroneckerFactors:
         """The moments of the whole data set."""
-        assert self._total is not None, "nothing was added"
-        return self._rule.moments(self._total, num_terms)
+        first, *others = (own.times(*shares[source]) for source, own in sorted(self._totals.items()))
+        for other in others:
+            first = first.plus(other)
+        return self._rule.moments(first, 1)
 
     def state(self) -> dict[str, Tensor]:
-        """The sums."""
-        if self._total is None:
-            return {}
-        return {name: part for name, part in self._total._asdict().items() if part is not None}
+        """The sums so far."""
+        return {
+            f"{part} {source}": tensor
+            for source, own in self._totals.items()
+            for part, tensor in own._asdict().items()
+            if tensor is not None
+        }
 
     def load(self, state: Mapping[str, Tensor]) -> None:
         """Go on from there."""
-        self._total = MomentSums(state["input"].clone(), state["output"].clone(), state.get("input_count"))
+        self._totals = {
+            source: MomentSums(own["input"], own["output"], own.get("input_count"))
+            for source, own in _by_source(state).items()
+        }
 
 
 class SquareSums(Collector):
@@ -78,30 +92,30 @@ class SquareSums(Collector):
     def __init__(self, basis: Eigenbasis, memory_budget: int) -> None:
         self.basis = basis
         self._memory_budget = memory_budget
-        self._total: Tensor | None = None
+        self._totals: dict[str, Tensor] = {}
 
-    def add(self, batches: Sequence[CapturedBatch]) -> None:
+    def add(self, source: str, batches: Sequence[CapturedBatch]) -> None:
         """Take in one batch of the data."""
         total = sum_of_squares(batches, self.basis, self._memory_budget).double()
         require_finite(total)
-        self._total = total if self._total is None else self._total.add_(total)
+        self._totals[source] = self._totals[source].add_(total) if source in self._totals else total
 
-    def theta(self, num_terms: int) -> Tensor:
+    def theta(self, shares: Shares) -> Tensor:
         """Theta of the whole data set, [G, d_out, d_in]."""
-        assert self._total is not None, "nothing was added"
-        return self._total / num_terms
+        return _mean(self._totals, shares)
 
     def state(self) -> dict[str, Tensor]:
-        """The sum, and the basis it is taken in."""
-        if self._total is None:
+        """The sums, and the basis they are taken in."""
+        if not self._totals:
             return {}
-        return {"total": self._total, **self.basis._asdict()}
+        totals = {f"total {source}": own for source, own in self._totals.items()}
+        return {**totals, **{f"{part} ": own for part, own in self.basis._asdict().items()}}
 
     def load(self, state: Mapping[str, Tensor]) -> None:
         """Go on from there, in the basis that was used there."""
-        basis = dict(state)
-        self._total = basis.pop("total").clone()
-        self.basis = Eigenbasis(**basis)
+        by_source = _by_source(state)
+        self._totals = {source: own.pop("total") for source, own in by_source.items() if "total" in own}
+        self.basis = Eigenbasis(**by_source[""])
 
 
 class DenseSum(Collector):
@@ -109,21 +123,25 @@ class DenseSum(Collector):
 
     def __init__(self, memory_budget: int) -> None:
         self._memory_budget = memory_budget
-        self._total: Tensor | None = None
+        self._totals: dict[str, Tensor] = {}
 
-    def add(self, batches: Sequence[CapturedBatch]) -> None:
+    def add(self, source: str, batches: Sequence[CapturedBatch]) -> None:
         """Take in one batch of the data."""
         for rows in gradient_rows(batches, self._memory_budget):
-            if self._total is None:
+            if source not in self._totals:
                 size = rows.shape[-1]
-                self._total = torch.zeros(len(rows), size, size, dtype=torch.float64, device=rows.device)
-            self._total += rows.mT @ rows
+                zeros = torch.zeros(len(rows), size, size, dtype=torch.float64, device=rows.device)
+                self._totals[source] = zeros
+            self._totals[source] += rows.mT @ rows
 
-    def matrices(self, num_terms: int) -> Tensor:
-        """F, [G, d_out * d_in, d_out * d_in]; the sum is used up."""
-        assert self._total is not None, "nothing was added"
-        total, self._total = self._total, None
-        return total.div_(num_terms)
+    def matrices(self, shares: Shares) -> Tensor:
+        """F, [G, d_out * d_in, d_out * d_in]; the sums are used up."""
+        assert self._totals, "nothing was added"
+        totals, self._totals = sorted(self._totals.items()), {}
+        first, *others = (own.mul_(shares[name].weight).div_(shares[name].terms) for name, own in totals)
+        for other in others:
+            first += other
+        return first
 
 
 class RowList(Collector):
@@ -133,20 +151,28 @@ class RowList(Collector):
         self._num_rows = num_rows
         self._memory_budget = memory_budget
         self._filled = 0
+        self._parts: list[tuple[str, slice]] = []
         self._rows: Tensor | None = None
 
-    def add(self, batches: Sequence[CapturedBatch]) -> None:
+    def add(self, source: str, batches: Sequence[CapturedBatch]) -> None:
         """Take in one batch of the data."""
         for rows in gradient_rows(batches, self._memory_budget):
             if self._rows is None:
                 self._rows = rows.new_empty(rows.shape[0], self._num_rows, rows.shape[2])
-            self._rows[:, self._filled : self._filled + rows.shape[1]] = rows
-            self._filled += rows.shape[1]
+            part = slice(self._filled, self._filled + rows.shape[1])
+            self._rows[:, part] = rows
+            self._parts.append((source, part))
+            self._filled = part.stop
 
-    def rows(self) -> Tensor:
-        """J, [G, R, d_out * d_in]."""
+    def rows(self, shares: Shares) -> tuple[Tensor, int]:
+        """J, [G, R, d_out * d_in], of which every prediction's rows are weighed by its share; M."""
         assert self._rows is not None, "nothing was added"
-        return self._rows
+        num_terms = sum(share.terms for share in shares.values())
+        for source, part in self._parts:
+            weight, terms = shares[source]
+            self._rows[:, part] *= math.sqrt(weight * num_terms / terms)
+        self._parts = []
+        return self._rows, num_terms
 
 
 class ProbeProducts(Collector):
@@ -159,32 +185,54 @@ class ProbeProducts(Collector):
     def __init__(self, probes: Tensor, memory_budget: int) -> None:
         self.probes = probes
         self._memory_budget = memory_budget
-        self._total = torch.zeros_like(probes, dtype=torch.float64)
+        self._totals: dict[str, Tensor] = {}
 
-    def add(self, batches: Sequence[CapturedBatch]) -> None:
+    def add(self, source: str, batches: Sequence[CapturedBatch]) -> None:
         """Take in one batch of the data."""
+        zeros = torch.zeros_like(self.probes, dtype=torch.float64)
+        total = self._totals.setdefault(source, zeros)
         for rows in gradient_rows(batches, self._memory_budget):
             along = rows @ self.probes.mT  # [G, R, P]
-            self._total += along.mT @ rows
+            total += along.mT @ rows
 
-    def products(self, num_terms: int) -> Tensor:
+    def products(self, shares: Shares) -> Tensor:
         """F v for every probe, [G, P, d_out * d_in]."""
-        return self._total / num_terms
+        return _mean(self._totals, shares)
 
 
 class RowCount(Collector):
     """How many rows J would have.
 
     Attributes:
-        count: samples times columns.
+        count: samples times columns, of all predictions.
+        sources: the predictions that lead to the layer, by name.
     """
 
     def __init__(self) -> None:
         self.count = 0
+        self.sources: set[str] = set()
 
-    def add(self, batches: Sequence[CapturedBatch]) -> None:
+    def add(self, source: str, batches: Sequence[CapturedBatch]) -> None:
         """Take in one batch of the data."""
         self.count += sum(batch.shape.samples * batch.shape.columns for batch in batches)
+        self.sources.add(source)
+
+
+def _mean(totals: Mapping[str, Tensor], shares: Shares) -> Tensor:
+    """Sums over samples as means over terms, those of all predictions added up, in the order of their names."""
+    assert totals, "nothing was added"
+    means = (own * shares[name].weight / shares[name].terms for name, own in sorted(totals.items()))
+    first, *others = means
+    return sum(others, start=first)
+
+
+def _by_source(state: Mapping[str, Tensor]) -> dict[str, dict[str, Tensor]]:
+    """A state by prediction and part, as tensors that may be changed."""
+    found: dict[str, dict[str, Tensor]] = {}
+    for key, tensor in state.items():
+        part, _, source = key.partition(" ")
+        found.setdefault(source, {})[part] = tensor.clone()
+    return found
 
 
 def gradient_rows(batches: Sequence[CapturedBatch], memory_budget: int) -> Iterator[Tensor]:

@@ -64,8 +64,8 @@ def compare(
             eigenvalue of each exact block, tr F / d (the paper's Eq. dam2 without its floor).
         exact_memory: bytes that exact blocks, or their gradients' rows, may take at a time. A layer that
             needs more by itself is measured by probes.
-        probes: how many, for such layers. They take 24 bytes per probe and parameter, as many at a time as
-            fit into `exact_memory` or `memory_budget`, whichever is larger.
+        probes: how many, for such layers. They take 24 bytes per probe and parameter (8 more for every further
+            prediction), as many at a time as fit into `exact_memory` or `memory_budget`, whichever is larger.
         confidence: level of the intervals that probes give.
         spectra: whether to keep the eigenvalues of the exact blocks and the methods' diagonals.
         **keywords: see `tekfac.fisher.Options`.
@@ -76,21 +76,21 @@ def compare(
     chosen = [Approximation.named(name) for name in names]
     _check(chosen, damping, exact_memory, probes, confidence)
     survey = Survey(model, loader, options, passes=2)
-    squares, num_rows = _bases(survey, options, {a.factor_choice: a for a in chosen})
+    squares, counts = _bases(survey, options, {a.factor_choice: a for a in chosen})
     todo = [
         job
-        for name, count in num_rows.items()
+        for name, count in counts.items()
         for job in jobs_of(survey.layers[name], count, exact_memory, probes, options)
     ]
     rows: list[Row] = []
     truths: dict[str, LayerTruth] = {}
     for number, jobs in enumerate(packed(todo, exact_memory)):
         _run(survey, number, jobs, squares)
-        terms = survey.count.terms
+        shares = survey.count.shares
         for job in jobs:
             layer = job.layer
-            candidates = [Candidate.of(a, layer, squares[layer.name][a.factor_choice], terms) for a in chosen]
-            truth = job.finish(candidates, terms, confidence, spectra)
+            candidates = [Candidate.of(a, layer, squares[layer.name][a.factor_choice], shares) for a in chosen]
+            truth = job.finish(candidates, shares, confidence, spectra)
             if truth is not None:
                 gradient = survey.gradients.get(layer.name)
                 rows += _rows(truth, candidates, gradient, damping, spectra)
@@ -102,8 +102,8 @@ def compare(
 
 def _bases(
     survey: Survey, options: Options, first_of: Mapping[tuple[str, str], Approximation]
-) -> tuple[dict[str, SquaresByBasis], dict[str, int]]:
-    """The first pass: for each layer that was seen, empty sums in every basis, and the number of rows of J."""
+) -> tuple[dict[str, SquaresByBasis], dict[str, RowCount]]:
+    """The first pass: for each layer that was seen, empty sums in every basis, and how many rows J has."""
     sums = {
         name: {
             key: FactorSums(a.method.factors, a.sharing, options.memory_budget) for key, a in first_of.items()
@@ -116,10 +116,11 @@ def _bases(
     for name in seen:
         layer, own = survey.layers[name], sums.pop(name)
         bases = {
-            key: a.basis(name, own[key].moments(survey.count.terms), layer.dtype) for key, a in first_of.items()
+            key: a.basis(name, own[key].moments(survey.count.shares), layer.dtype)
+            for key, a in first_of.items()
         }
         squares[name] = {key: SquareSums(basis, options.memory_budget) for key, basis in bases.items()}
-    return squares, {name: counts[name].count for name in seen}
+    return squares, {name: counts[name] for name in seen}
 
 
 def _run(survey: Survey, number: int, jobs: Sequence[Job], squares: Mapping[str, SquaresByBasis]) -> None:

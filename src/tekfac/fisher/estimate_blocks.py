@@ -50,7 +50,8 @@ def estimate(
         **keywords: see `tekfac.fisher.Options`.
 
     Returns:
-        The blocks by layer name. In a parameter's units they are those of one loss term: F is a mean.
+        The blocks by layer name. In a parameter's units they are those of one loss term: F is a mean; of
+        several predictions, the sum of theirs.
     """
     options = resolve("estimate", keywords, ("method", "sharing", "checkpoint", "checkpoint_seconds"))
     approximation = Approximation.named(method, sharing)
@@ -74,7 +75,7 @@ def _bases(survey: Survey, approximation: Approximation, memory_budget: int) -> 
     rule, sharing = approximation.method.factors, approximation.sharing
     sums = {name: [FactorSums(rule, sharing, memory_budget)] for name in survey.layers}
     seen = survey.run("factors", sums)
-    moments = {name: sums[name][0].moments(survey.count.terms) for name in seen}
+    moments = {name: sums[name][0].moments(survey.count.shares) for name in seen}
     return {name: approximation.basis(name, own, survey.layers[name].dtype) for name, own in moments.items()}
 
 
@@ -88,7 +89,7 @@ def _corrected_blocks(
     for name, (own,) in squares.items():
         layer = survey.layers[name]
         # A pass that was taken up brings its own basis.
-        blocks.append(KroneckerBlock(layer.shape, own.basis, own.theta(survey.count.terms).to(layer.dtype)))
+        blocks.append(KroneckerBlock(layer.shape, own.basis, own.theta(survey.count.shares).to(layer.dtype)))
     return blocks
 
 
@@ -120,9 +121,9 @@ def exact_blocks(
         logger.warning("No exact block of %s: the limit is %d rows.", sizes, limit)
     sums = {name: [DenseSum(options.memory_budget)] for name in survey.layers if name not in too_large}
     seen = survey.run("exact blocks", sums)
-    terms = survey.count.terms
+    shares = survey.count.shares
     blocks = [
-        DenseBlock(survey.layers[name].shape, sums.pop(name)[0].matrices(terms).to(survey.layers[name].dtype))
+        DenseBlock(survey.layers[name].shape, sums.pop(name)[0].matrices(shares).to(survey.layers[name].dtype))
         for name in seen
     ]
     return BlockDiagonal(blocks, {"method": "exact", **metadata_of(model, options), **survey.count.plain()})

@@ -16,12 +16,13 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from tekfac.capture.tally import Shares
 from tekfac.curvature.blocks.block import Block
 from tekfac.curvature.blocks.dense import DenseBlock
 from tekfac.curvature.blocks.gram import GramBlock
 from tekfac.curvature.blocks.kronecker import KroneckerBlock
 from tekfac.fisher.approximation import Approximation
-from tekfac.fisher.collectors import Collector, DenseSum, ProbeProducts, RowList, SquareSums
+from tekfac.fisher.collectors import Collector, DenseSum, ProbeProducts, RowCount, RowList, SquareSums
 from tekfac.fisher.comparison_table import Interval, LayerTruth
 from tekfac.fisher.options import Options
 from tekfac.layers.layer import Layer
@@ -42,9 +43,9 @@ class Candidate:
     theta: Tensor
 
     @classmethod
-    def of(cls, approximation: Approximation, layer: Layer, squares: SquareSums, terms: int) -> Candidate:
+    def of(cls, approximation: Approximation, layer: Layer, squares: SquareSums, shares: Shares) -> Candidate:
         """From the sums that were taken in its basis."""
-        theta = squares.theta(terms)
+        theta = squares.theta(shares)
         diagonal = theta.to(layer.dtype) if approximation.corrected else None
         return cls(approximation.label, KroneckerBlock(layer.shape, squares.basis, diagonal), theta)
 
@@ -82,14 +83,14 @@ class Job:
         return self._collector
 
     def finish(
-        self, candidates: Sequence[Candidate], terms: int, confidence: float, spectra: bool
+        self, candidates: Sequence[Candidate], shares: Shares, confidence: float, spectra: bool
     ) -> LayerTruth | None:
         """What was found out of the exact block, once all jobs of the layer are done; frees the memory."""
         shape, collector = self.layer.shape, self._collector
         del self._collector
         if isinstance(collector, ProbeProducts):
             for c in candidates:
-                self.estimates.setdefault(c.label, []).append(_squared_norms_by_probes(collector, c, terms))
+                self.estimates.setdefault(c.label, []).append(_squared_norms_by_probes(collector, c, shares))
             if not self.is_last:
                 return None
             trace = float(candidates[0].theta.sum())  # of F, whatever the basis
@@ -98,34 +99,35 @@ class Job:
             return LayerTruth(shape, self.way, trace, squared_norm, None, None)
         block: Block
         if isinstance(collector, DenseSum):
-            block = DenseBlock(shape, collector.matrices(terms))
+            block = DenseBlock(shape, collector.matrices(shares))
         else:
-            block = GramBlock(shape, collector.rows(), terms)
+            block = GramBlock(shape, *collector.rows(shares))
         norm = block.frobenius_norm() ** 2
         eigenvalues = block.eigenvalues() if spectra else None
         return LayerTruth(shape, self.way, block.trace(), Interval(norm, norm, norm), eigenvalues, block)
 
 
-def jobs_of(layer: Layer, num_rows: int, exact_memory: int, probes: int, options: Options) -> list[Job]:
+def jobs_of(layer: Layer, rows: RowCount, exact_memory: int, probes: int, options: Options) -> list[Job]:
     """The way that takes least memory of those that are exact; probes, where neither fits.
 
     Args:
         layer: whose block.
-        num_rows: of J.
+        rows: of J; sums over them are kept of every prediction by itself.
         exact_memory: bytes for exact blocks at a time.
         probes: how many, where they do not fit.
         options: with the memory for the rows of one layer, and the seed of the probes.
     """
     budget = options.memory_budget
     groups, size = layer.shape.groups, layer.shape.d_out * layer.shape.d_in
-    dense = 4 * 8 * groups * size**2  # F, and what a solve with it takes
+    num_rows, more = rows.count, len(rows.sources) - 1
+    dense = (4 + more) * 8 * groups * size**2  # F, and what a solve with it takes
     # J, its Gram matrix, and the eigenvectors of both in float64.
     gram = groups * ((2 * layer.dtype.itemsize + 16) * num_rows * size + 6 * 8 * num_rows**2)
     if min(dense, gram) <= exact_memory:
         if dense <= gram:
             return [Job(layer, "matrix", dense, lambda: DenseSum(budget))]
         return [Job(layer, "Gram matrix", gram, lambda: RowList(num_rows, budget))]
-    one_probe = 3 * 8 * groups * size
+    one_probe = (3 + more) * 8 * groups * size
     at_a_time = max(1, max(exact_memory, budget) // one_probe)
     jobs: list[Job] = []
     estimates: dict[str, list[Tensor]] = {}
@@ -161,10 +163,10 @@ def packed(jobs: Iterable[Job], exact_memory: int) -> list[list[Job]]:
     return passes
 
 
-def _squared_norms_by_probes(collector: ProbeProducts, candidate: Candidate, terms: int) -> Tensor:
+def _squared_norms_by_probes(collector: ProbeProducts, candidate: Candidate, shares: Shares) -> Tensor:
     """What every probe v says of |F|^2, |(F - F_hat) v|^2 + 2 <F, F_hat> - |F_hat|^2, [P]."""
     shape, values = candidate.block.matrix_shape, []
-    for probe, product in zip(collector.probes.unbind(1), collector.products(terms).unbind(1), strict=True):
+    for probe, product in zip(collector.probes.unbind(1), collector.products(shares).unbind(1), strict=True):
         difference = product - candidate.block.matvec(probe.reshape(shape)).reshape(product.shape)
         values.append(difference.square().sum() - candidate.known)
     return torch.stack(values)

@@ -42,8 +42,10 @@ def _is_a_pair(loader: Any) -> bool:
 
     Batches of inputs alone are told from it by coming in a list, with one type and one number of axes.
     """
-    if not isinstance(loader, tuple | list) or len(loader) != 2 or not isinstance(loader[1], Tensor):
+    if not isinstance(loader, tuple | list) or len(loader) != 2:
         return False
     first, second = loader
+    if not isinstance(second, Tensor):  # targets of several predictions
+        return isinstance(first, Tensor) and isinstance(second, Mapping | tuple | list)
     alike = isinstance(first, Tensor) and (first.dtype, first.ndim) == (second.dtype, second.ndim)
     return isinstance(loader, tuple) or not alike

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from tekfac.common.data_hash import hash_of
 from tekfac.fisher.options import Options
-from tekfac.likelihoods import Custom
+from tekfac.likelihoods import LIKELIHOODS, Custom, Likelihood
 from tekfac.version import __version__
 
 WITHOUT_EFFECT = ("layers", "memory_budget", "progress")
@@ -27,6 +27,12 @@ def metadata_of(model: nn.Module, options: Options) -> dict[str, Any]:
     chosen = {name: value for name, value in vars(options).items() if name not in WITHOUT_EFFECT}
     plain = {k: v if v is None or isinstance(v, int) else _in_words(v) for k, v in chosen.items()}
     return {**plain, "model": fingerprint(model), "tekfac": __version__, "torch": torch.__version__}
+
+
+def in_words(likelihood: Likelihood) -> str:
+    """A likelihood, by its name where it has one."""
+    names = (name for name, own in LIKELIHOODS.items() if own == likelihood)
+    return next(names, None) or _in_words(likelihood)
 
 
 def fingerprint(model: nn.Module) -> str:

@@ -8,9 +8,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from tekfac.capture.measurement import FisherKind, Measurement, MeasurementKeywords, OneLikelihood
+from tekfac.capture.measurement import FisherKind, LikelihoodSetting, Measurement, MeasurementKeywords
 from tekfac.common.checks import require_keywords
-from tekfac.likelihoods import as_likelihood
 
 LossOfBatch = Callable[[nn.Module, Any], Tensor]
 """(model, batch) -> the training loss of the batch, a scalar."""
@@ -25,16 +24,18 @@ class Options(Measurement):
             "empirical" (the data's own labels).
         seed: of drawn labels and probes.
         layers: names of the layers to look at; None: all that have a block.
+        likelihood: what the predictions mean; "auto": what the gradient and the graph of the loss tell (of
+            `loss`, or the model's own), and "categorical" where there is none.
         loss: (model, batch) -> loss, for batches that are not (inputs, targets), inputs alone, or a dict of
             the model's keywords, and for losses that do not follow from the likelihood.
         progress: whether to show a progress bar (needs rich).
 
-    The others, `likelihood`, `loss_reduction`, `batch_dim`, `outputs`, `padding_mask`, `max_dim`, `large_dims`,
+    The others, `loss_reduction`, `batch_dim`, `outputs`, `padding_mask`, `max_dim`, `large_dims`,
     `curvature_dtype` and `memory_budget`, are those of the optimizers (docs/settings.md).
     """
 
     fisher: FisherKind = "exact"
-    likelihood: OneLikelihood = "categorical"
+    likelihood: LikelihoodSetting = "auto"
     seed: int = 0
     layers: Iterable[str] | None = None
     loss: LossOfBatch | None = None
@@ -42,7 +43,6 @@ class Options(Measurement):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        as_likelihood(self.likelihood)
         if self.seed is None:
             raise ValueError("Invalid seed: None. Expected a whole number: blocks are measured reproducibly.")
         if isinstance(self.layers, str):

@@ -8,20 +8,24 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from tekfac.capture.capture import Capture
+from tekfac.capture.tally import Tally, merged
 from tekfac.common.console import track
 from tekfac.common.data_hash import DataHash, is_empty, map_tensors
 from tekfac.curvature.layer_curvature import NonFiniteStatisticsError
 from tekfac.fisher.checkpoint import Checkpoint, Count, Record
 from tekfac.fisher.collectors import Collectors
+from tekfac.fisher.known_likelihoods import KnownLikelihoods, UnclearLossError
 from tekfac.fisher.loaders import require_loader
-from tekfac.fisher.losses import BatchLosses
+from tekfac.fisher.losses import BatchLoss, BatchLosses
+from tekfac.fisher.mean_gradient import MeanGradient
+from tekfac.fisher.metadata import in_words
 from tekfac.fisher.options import Options
 from tekfac.layers.inventory import AS_MEANT, take_inventory
 from tekfac.layers.layer import Layer
@@ -36,7 +40,7 @@ class Survey:
     Attributes:
         layers: the layers with a block, by name.
         gradients: the gradient of the mean loss of a pass that was asked for it, by layer name, as matrices
-            [G, d_out, d_in]; empty where the data have no targets.
+            [G, d_out, d_in]; empty where the data have no targets. Of several predictions, the sum of theirs.
         count: of the last pass.
         checkpoint: where passes are written to and taken up from, if anywhere.
     """
@@ -49,7 +53,8 @@ class Survey:
         self._loader = loader
         self._options = options
         self.checkpoint: Checkpoint | None = None
-        self._losses = BatchLosses(model, options)
+        self._likelihoods = KnownLikelihoods(options)
+        self._losses = BatchLosses(model, options, self._likelihoods)
         self._passes = 0
         self.layers = _chosen_layers(model, options)
         self.gradients: dict[str, Tensor] = {}
@@ -70,18 +75,22 @@ class Survey:
             ValueError: for a loader that is empty, or that gave other data than in the pass before, and for
                 outputs that are not finite.
         """
-        before = self.count
+        before, mean = self.count, MeanGradient(self.layers) if gradient else None
         self._passes += 1
         with self._watching() as capture:
-            seen = self._pass(title, collectors, capture, gradient)
+            seen = self._pass(title, collectors, capture, mean)
+        if mean is not None:
+            self.gradients = mean.matrices()
         self._check(title, before, seen)
         return [name for name in collectors if name in seen]
 
-    def _pass(self, title: str, collectors: Collectors, capture: Capture, gradient: bool) -> set[str]:
+    def _pass(
+        self, title: str, collectors: Collectors, capture: Capture, mean: MeanGradient | None
+    ) -> set[str]:
         """Go over the data, from where an interrupted pass stopped; the layers that were seen."""
         checkpoint, record = self.checkpoint, Record()
         if checkpoint is not None:
-            record = checkpoint.take_up(title, collectors, capture.sampling, self._device)
+            record = checkpoint.take_up(title, collectors, capture, self._device)
         self.count, seen = record.count, set(record.seen)
         done, skipped = record.count.batches, DataHash()
         for index, batch in enumerate(self._batches(title)):
@@ -90,15 +99,13 @@ class Survey:
                 continue
             if checkpoint is not None and index == done:
                 checkpoint.require_same_data(record, skipped)
-            seen |= self._collect(capture, batch, index, collectors, gradient)
+            seen |= self._collect(capture, batch, index, collectors, mean)
             if checkpoint is not None:
-                checkpoint.note(title, Record(self.count, sorted(seen)), collectors, capture.sampling)
+                checkpoint.note(title, Record(self.count, sorted(seen)), collectors, capture)
         if checkpoint is not None and self.count.batches == done:
             checkpoint.require_same_data(record, skipped)
         if checkpoint is not None and self.count.batches and not record.complete:
-            checkpoint.note(title, Record(self.count, sorted(seen), True), collectors, capture.sampling)
-        if gradient:
-            self.gradients = {name: total / max(1, self.count.terms) for name, total in self.gradients.items()}
+            checkpoint.note(title, Record(self.count, sorted(seen), True), collectors, capture)
         return seen
 
     def _batches(self, title: str) -> Iterator[Any]:
@@ -109,66 +116,103 @@ class Survey:
     # -- one batch ---------------------------------------------------------------------------------------
 
     def _collect(
-        self, capture: Capture, batch: Any, index: int, collectors: Collectors, gradient: bool
+        self, capture: Capture, batch: Any, index: int, collectors: Collectors, mean: MeanGradient | None
     ) -> set[str]:
         """Hand what each layer saw of a batch to its collectors; the layers that saw something."""
         capture.clear()
-        self._send(capture, batch, index, gradient)
-        seen = capture.batches()
-        for name, batches in seen.items():
+        try:
+            self._send(capture, batch, index, mean)
+            seen = capture.batches_by_source()
+        except UnclearLossError as error:
+            raise ValueError(f"Batch {index} of the data: {error}.") from error
+        for name, by_source in seen.items():
             try:
-                for collector in collectors.get(name, ()):
-                    collector.add(batches)
+                for source, batches in by_source.items():
+                    for collector in collectors.get(name, ()):
+                        collector.add(self._measured_with(source), batches)
             except NonFiniteStatisticsError as error:
                 raise ValueError(f"Batch {index} of the data, layer {name!r}: {error}.") from error
+        tallies = {self._measured_with(source): tally for source, tally in capture.tallies.items()}
+        likelihoods = {name: in_words(own) for name, own in capture.likelihoods.found.items()}
         self.count = Count(
             self.count.batches + 1,
             self.count.samples + capture.samples,
-            self.count.terms + capture.terms,
             self.count.data.then(batch),
+            merged(self.count.tallies, tallies),
+            {**self.count.likelihoods, **likelihoods},
         )
         capture.clear()
         return set(seen)
 
-    def _send(self, capture: Capture, batch: Any, index: int, gradient: bool) -> None:
+    def _measured_with(self, source: str) -> str:
+        """What sums are kept together: the empirical Fisher is one, whichever predictions a batch has."""
+        return "" if self._options.fisher == "empirical" else source
+
+    def _send(self, capture: Capture, batch: Any, index: int, mean: MeanGradient | None) -> None:
         """Forward and backward pass of a batch; the gradient of the loss, if asked for, is added up."""
-        options = self._options
+        parameters = [p for layer in self.layers.values() for p in layer.parameters if p.requires_grad]
         with torch.inference_mode(False), torch.enable_grad():
             loss = self._losses.of(map_tensors(batch, self._usable), capture)
-            capture.counted = loss.counted
-            parameters = [p for layer in self.layers.values() for p in layer.parameters if p.requires_grad]
-            if not parameters or (not loss.value.requires_grad and loss.counted is None):
+            if not parameters or (not loss.value.requires_grad and not loss.parts):
                 raise ValueError(
                     "The loss depends on no layer whose parameters require gradients. Unfreeze those to look "
                     "at: model.requires_grad_(True)."
                 )
-            if not loss.value.requires_grad and loss.counted is not None:  # none of the layers was called
-                counted = loss.counted if options.loss_reduction == "mean" else loss.counted.any(1)
-                capture.terms, capture.samples = int(counted.sum()), len(loss.counted)
+            self._tell(capture, loss)
+            if not loss.value.requires_grad:  # none of the layers was called
                 return
-            gradient = gradient and loss.of_data
-            if gradient or loss.outputs is None:
-                parts = torch.autograd.grad(loss.value, parameters, allow_unused=True)
-            else:  # the outputs are far enough for the hooks
-                torch.autograd.grad(loss.value, loss.outputs)
+            mean = mean if loss.of_data else None
+            parts = loss.trained if mean is not None and len(loss.trained) > 1 else {}
+            # All predictions are come by, also those that do not lead to the layers which are looked at.
+            ends = [output for output in capture.predictions.values() if output.requires_grad]
+            if mean is not None or self._options.fisher == "empirical" or not loss.has_hooks_at_outputs:
+                ends = [*parameters, *ends]
+            found = torch.autograd.grad(loss.value, ends, allow_unused=True, retain_graph=bool(parts))
+            self._check_batch(capture, index, loss)
+            if mean is None:
+                return
+            for name, own in parts.items():
+                found = torch.autograd.grad(own.value, parameters, allow_unused=True, retain_graph=True)
+                terms = self._options.num_terms(own.counted)
+                self._add(mean, name, zip(parameters, found, strict=True), terms)
+            if not parts:
+                terms = sum(tally.terms for tally in capture.tallies.values())
+                self._add(mean, "", zip(ends, found, strict=True), terms)
+
+    def _tell(self, capture: Capture, loss: BatchLoss) -> None:
+        """Tell what is known of a loss before its gradient arrives: which terms count.
+
+        Those of predictions that depend on no layer do, too, though nothing will arrive at them.
+        """
+        capture.counted = {name: own.counted for name, own in loss.parts.items()}
+        without = {name: own for name, own in capture.counted.items() if name not in loss.trained}
+        if self._options.fisher != "empirical" or not loss.trained:
+            capture.tallies = {name: Tally(self._options.num_terms(own)) for name, own in without.items()}
+        if without and not loss.trained:
+            capture.samples = max(map(len, without.values()))
+
+    def _add(
+        self, mean: MeanGradient, part: str, gradients: Iterable[tuple[Tensor, Tensor | None]], terms: int
+    ) -> None:
+        """Take in the gradient of a part of the loss, with so many terms, in one batch."""
+        weight = 1 if self._options.loss_reduction == "sum" else terms
+        mean.add(part, dict(gradients), weight=weight, terms=terms)
+
+    def _check_batch(self, capture: Capture, index: int, loss: BatchLoss) -> None:
         if capture.problems:
             raise ValueError(f"Batch {index} of the data cannot be measured: {'; '.join(capture.problems)}.")
-        if options.fisher == "empirical" and capture.passes > 1:
+        if self._options.fisher == "empirical" and capture.passes > 1:
             raise ValueError(
                 f"The loss of batch {index} calls the model {capture.passes} times. With fisher='empirical' it "
                 "may do so once, for the share of each call in the loss is not known."
             )
-        if gradient:
-            terms = 1 if options.loss_reduction == "sum" else capture.terms
-            self._add_gradients(dict(zip(parameters, parts, strict=True)), terms)
-
-    def _add_gradients(self, gradients: Mapping[Tensor, Tensor | None], terms: int) -> None:
-        for name, layer in self.layers.items():
-            weight = gradients.get(layer.weight)
-            if weight is not None:
-                bias = None if layer.bias is None else gradients.get(layer.bias)
-                total = layer.to_matrix(weight, bias).double() * terms
-                self.gradients[name] = total + self.gradients.get(name, 0)
+        lost = [name for name in loss.trained if name not in capture.likelihoods.found]
+        if lost and len(loss.trained) > 1:
+            raise ValueError(
+                f"Batch {index} of the data: the prediction {lost[0]!r} has no Fisher of its own: another one "
+                "is made of it, or is the same. Leave one of them out, outputs=lambda returned: ..., or give "
+                "the loss: loss=lambda model, batch: ..."
+            )
 
     @property
     def _device(self) -> torch.device:
@@ -183,7 +227,13 @@ class Survey:
     @contextlib.contextmanager
     def _watching(self) -> Iterator[Capture]:
         """Hooks on, modes of all modules to eval; both undone at the end."""
-        capture = Capture(self._model, self.layers.values(), self._options, only_training=False)
+        capture = Capture(
+            self._model,
+            self.layers.values(),
+            self._options,
+            likelihoods=self._likelihoods,
+            only_training=False,
+        )
         modes = {module: module.training for module in self._model.modules()}
         self._model.eval()
         capture.arm()
