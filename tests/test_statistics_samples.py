@@ -22,6 +22,8 @@ from tekfac.curvature.averages import Average
 from tekfac.layers.inventory import take_inventory
 from tekfac.layers.shapes import LayerShape
 from tekfac.optim.natural_gradient import NaturalGradient
+from tekfac.ranks.group import ALONE
+from tekfac.ranks.whole_batch import WholeBatch
 from training import assert_identical, everything, resumed, train
 
 SAMPLES, CHOSEN = 6, 2
@@ -109,7 +111,7 @@ def test_samples_without_a_term_in_the_loss_are_not_chosen() -> None:
     shape = LayerShape("layer", (3, 4), has_bias=False)
     seen = set()
     for seed in range(40):
-        selection = Selection(2, counted, Sampling(seed))
+        selection = Selection(2, WholeBatch.of(counted, ALONE), Sampling(seed))
         rows = selection.of(5, shape, 1.0)
         assert rows is not None
         assert selection.samples == 4

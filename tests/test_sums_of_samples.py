@@ -37,6 +37,8 @@ from tekfac.layers.batch import FormedBatch, LayerBatch, MomentBatch, Sums
 from tekfac.layers.inventory import take_inventory
 from tekfac.layers.layer import Layer
 from tekfac.layers.shapes import LayerShape
+from tekfac.ranks.group import ALONE
+from tekfac.ranks.whole_batch import WholeBatch
 from training import assert_identical, resumed, train
 
 SAMPLES, COUNT = 7, 3
@@ -254,12 +256,16 @@ def test_samples_are_summed_where_that_saves_something() -> None:
     assert wanted_sums(128, 512, square, 0) == SUMS // 2
 
 
+def drawn_from(counted: Tensor, seed: int) -> Selection:
+    return Selection("auto", WholeBatch.of(counted, ALONE), Sampling(seed))
+
+
 def test_a_sum_has_few_samples() -> None:
     """Of a large batch some parts are chosen, the same ones for all layers that need as many."""
     shape, samples = LayerShape("layer", (64, 64, 3, 3), has_bias=False), IN_A_SUM * 60 - 1
     counts = torch.zeros(60)
     for seed in range(200):
-        chosen = Selection("auto", torch.ones(samples, 1, dtype=torch.bool), Sampling(seed))
+        chosen = drawn_from(torch.ones(samples, 1, dtype=torch.bool), seed)
         few, again, many = (chosen.in_sums(64, shape, measurements) for measurements in (4.0, 4.0, 1.0))
         assert isinstance(few, Sums)
         assert few == again
@@ -284,12 +290,12 @@ def test_sums_are_no_more_than_there_is_room_for() -> None:
 def test_what_is_not_summed_is_chosen_from() -> None:
     """Where every sample would be a sum, some of them will do if they have labels enough."""
     shape, terms = LayerShape("layer", (256, 256), has_bias=False), 1000
-    chosen = Selection("auto", torch.ones(FEWEST_SUMS, terms, dtype=torch.bool), Sampling(0))
+    chosen = drawn_from(torch.ones(FEWEST_SUMS, terms, dtype=torch.bool), 0)
     assert chosen.in_sums(terms, shape, 0) is None
     rows = chosen.in_sums(terms, shape, 30.0)
     assert isinstance(rows, Tensor)
     assert len(rows) == FEWEST
-    more = Selection("auto", torch.ones(FEWEST_SUMS + 1, terms, dtype=torch.bool), Sampling(0))
+    more = drawn_from(torch.ones(FEWEST_SUMS + 1, terms, dtype=torch.bool), 0)
     assert isinstance(more.in_sums(terms, shape, 30.0), Sums)
     assert more.in_sums(1, shape, 30.0) is None
 
@@ -298,7 +304,7 @@ def test_single_samples_are_formed_where_that_saves_something() -> None:
     """Those that are chosen, with a weight that stands for the others; ignored ones are none of them."""
     shape, counted = LayerShape("layer", (128, 128), has_bias=False), torch.ones(FEWEST_SUMS, 1000).bool()
     counted[3] = False
-    chosen = Selection("auto", counted, Sampling(0))
+    chosen = drawn_from(counted, 0)
     every = chosen.in_sums(128, shape, 0, singly=True)
     assert isinstance(every, Sums)
     assert (every.parts, list(every.chosen), every.weight) == (FEWEST_SUMS, list(range(FEWEST_SUMS)), 1)
@@ -320,7 +326,7 @@ def test_signs_are_the_same_for_all_layers_and_fair() -> None:
     shape = LayerShape("layer", (100, 100), has_bias=False)
     total = torch.zeros(200)
     for seed in range(50):
-        chosen = Selection("auto", torch.ones(200, 1, dtype=torch.bool), Sampling(seed))
+        chosen = drawn_from(torch.ones(200, 1, dtype=torch.bool), seed)
         first, second = chosen.in_sums(50, shape, 1.5), chosen.in_sums(40, shape, 9.0)
         assert isinstance(first, Sums)
         assert isinstance(second, Sums)

@@ -51,6 +51,16 @@ class Prediction(ABC):
         It is 0 at terms that do not count.
         """
 
+    def sample_part(self, generator: torch.Generator, start: int, samples: int) -> Tensor:
+        """The same, where this batch is a part of one of so many samples, from sample `start` on.
+
+        A likelihood that can draws what `sample` would for the whole batch, whoever has the rest of it. By
+        default the labels of each part are drawn with a generator of its own.
+        """
+        seeds = torch.randint(2**62, (samples,), generator=generator, device=generator.device)
+        own = torch.Generator(device=generator.device).manual_seed(int(seeds[min(start, samples - 1)]))
+        return self.sample(own)
+
     @abstractmethod
     def columns(self) -> Iterator[Tensor]:
         """Vectors like the outputs whose outer products, per sample, sum to the exact output Fisher."""
@@ -251,10 +261,13 @@ class _Classes(Prediction):
         return self.logits.softmax(-1)
 
     def sample(self, generator: torch.Generator) -> Tensor:
-        samples, terms, classes = self.probabilities.shape
-        labels = torch.multinomial(self.probabilities.reshape(-1, classes), 1, generator=generator).reshape(
-            samples, terms, 1
-        )
+        return self.sample_part(generator, 0, len(self.logits))
+
+    def sample_part(self, generator: torch.Generator, start: int, samples: int) -> Tensor:
+        """Labels by a race: each class takes a time of its own, and the first one wins, as torch draws them."""
+        p = self.probabilities
+        times = p.new_empty(samples, *p.shape[1:]).exponential_(generator=generator)[start : start + len(p)]
+        labels = (p / times).argmax(-1, keepdim=True)
         gradient = self.probabilities.scatter_add(-1, labels, -torch.ones_like(self.probabilities[..., :1]))
         return self._like_outputs(gradient)
 
@@ -297,7 +310,12 @@ class Bernoulli(Likelihood):
         p = _at_least_float32(outputs).sigmoid()
         certain = p * (1 - p) <= torch.finfo(outputs.dtype).eps
         counted = ((gradient != 0) | certain).reshape(len(outputs), -1)
-        return _YesOrNo(counted, outputs, p * (1 - p), draw=lambda g: p - torch.bernoulli(p, generator=g))
+
+        def draw(generator: torch.Generator, start: int, samples: int) -> Tensor:
+            of_all = p.new_empty(samples, *p.shape[1:]).uniform_(generator=generator)
+            return p - (of_all[start : start + len(p)] < p).to(p.dtype)
+
+        return _YesOrNo(counted, outputs, p * (1 - p), draw)
 
     def losses(self, outputs: Tensor, targets: Tensor | None) -> Losses:
         """Binary cross-entropy of logits."""
@@ -334,8 +352,9 @@ class Gaussian(Likelihood):
         means = _at_least_float32(outputs)
         noise = 1 / math.sqrt(self.variance)
 
-        def draw(generator: torch.Generator) -> Tensor:
-            return noise * torch.randn(means.shape, generator=generator, dtype=means.dtype, device=means.device)
+        def draw(generator: torch.Generator, start: int, samples: int) -> Tensor:
+            of_all = means.new_empty(samples, *means.shape[1:]).normal_(generator=generator)
+            return noise * of_all[start : start + len(means)]
 
         counted = (gradient != 0).reshape(len(outputs), -1) if self.masked else _all_of(outputs)
         return _Independent(counted, outputs, torch.full_like(means, 1 / self.variance), draw)
@@ -354,10 +373,14 @@ class Gaussian(Likelihood):
 class _Independent(Prediction):
     outputs: Tensor
     information: Tensor  # the Fisher of each output, like outputs
-    draw: Callable[[torch.Generator], Tensor]
+    draw: Callable[[torch.Generator, int, int], Tensor]
 
     def sample(self, generator: torch.Generator) -> Tensor:
-        return self._masked(self.draw(generator))
+        return self.sample_part(generator, 0, len(self.outputs))
+
+    def sample_part(self, generator: torch.Generator, start: int, samples: int) -> Tensor:
+        """Of all samples as many numbers are drawn, of which this part takes its own."""
+        return self._masked(self.draw(generator, start, samples))
 
     def columns(self) -> Iterator[Tensor]:
         root = self.information.sqrt().reshape(len(self.outputs), -1)

@@ -17,7 +17,7 @@ import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import cached_property, partial, reduce
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -55,6 +55,8 @@ from tekfac.layers.kinds.base import Application, RepetitionError
 from tekfac.layers.kinds.norm import UnitKind
 from tekfac.layers.layer import Layer
 from tekfac.likelihoods import Gaussian, Likelihood, OutputShapeError, Prediction, Unknown
+from tekfac.ranks.group import ALONE, Ranks
+from tekfac.ranks.whole_batch import WholeBatch
 
 logger = logging.getLogger("tekfac")
 
@@ -122,6 +124,7 @@ class Capture:
         measurement: Measurement,
         *,
         likelihoods: LikelihoodsOfLosses | None = None,
+        ranks: Ranks = ALONE,
         grad_scaler: torch.amp.GradScaler | None = None,
         statistics_samples: StatisticsSamples = None,
         may_be_summed: bool = False,
@@ -135,6 +138,7 @@ class Capture:
             layers: whose statistics are wanted.
             measurement: what the Fisher is an expectation over, and how the model is read.
             likelihoods: what is known of the predictions already; None: what the measurement says.
+            ranks: the processes that have a part of every batch each.
             grad_scaler: the loss scaler; only the empirical Fisher needs to know it.
             statistics_samples: of a batch, that are measured.
             may_be_summed: whether all that is made of a sample is its gradient, so that sums of samples with
@@ -142,17 +146,18 @@ class Capture:
             squaring: what is kept of such sums, if that is less than their gradients.
             only_training: whether only passes in training mode count.
         """
-        seed = torch.initial_seed() if measurement.seed is None else measurement.seed
+        seed = ranks.gather(torch.initial_seed())[0] if measurement.seed is None else measurement.seed
         self.problems: list[str] = []
         self.sampling = Sampling(seed)
         self.choosing = Sampling((seed + 1) % 2**63, torch.device("cpu"))  # not the numbers of the labels
-        self.likelihoods = likelihoods or LikelihoodsOfLosses(measurement.likelihood)
+        self.likelihoods = likelihoods or LikelihoodsOfLosses(measurement.likelihood, ranks)
         self.counted: Mapping[str, Tensor] = {}
         self.passes = self.samples = 0
         self.tallies: dict[str, Tally] = {}
         self.seconds = 0.0
         self._kept = self.sampling, self.choosing, self.likelihoods
         self._measurement = measurement
+        self._ranks = ranks
         self._grad_scaler = grad_scaler
         self._statistics_samples: StatisticsSamples = statistics_samples
         self._may_be_summed = may_be_summed and statistics_samples == "auto"
@@ -230,7 +235,10 @@ class Capture:
         All of a layer's are divided by the terms of all of them, which stands for the terms of those from the
         same predictions; the Fisher of a loss is weighed as the loss is.
         """
-        shares = shares_of(self.tallies)
+        tallies = self.tallies
+        if len(tallies) > 1 and self._ranks.count > 1:
+            tallies = reduce(merged, self._ranks.gather(tallies))
+        shares = shares_of(tallies)
         found: dict[str, list[CapturedBatch]] = {}
         for name, by_source in self.batches_by_source().items():
             terms = {source: sum(own.num_terms for own in batches) for source, batches in by_source.items()}
@@ -305,10 +313,11 @@ class Capture:
             self._adds_up &= arrival.adds_up is not None
             wide = torch.promote_types(arrival.gradient.dtype, torch.float32)
             largest, total = float(arrival.outputs.max()), float(arrival.gradient.sum(dtype=wide))
-            if not math.isfinite(total) or not largest < math.inf:  # a class masked by -inf is fine
-                self.problems.append("the model's outputs or their gradients are not finite")
-            else:
+            is_fine = math.isfinite(total) and largest < math.inf  # a class masked by -inf is fine
+            if all(self._ranks.gather(is_fine)):
                 self._receive(arrival)
+            else:
+                self.problems.append("the model's outputs or their gradients are not finite")
 
     @contextlib.contextmanager
     def _timed(self) -> Iterator[None]:
@@ -345,16 +354,17 @@ class Capture:
             self._weigh(source, prediction, gradient, num_terms)
         if fisher == "empirical" and self._grad_scaler is not None:
             self._loss_scale = self._grad_scaler.get_scale()
-        if not calls and fisher == "sampled" and num_terms:
-            prediction.sample(self.sampling.generator_on(outputs.device))  # later draws are as with more layers
+        counted = torch.ones_like(prediction.counted) if others else prediction.counted
+        whole = WholeBatch.of(counted, self._ranks)
+        if fisher == "sampled" and whole.terms and not (calls and num_terms):
+            self._drawn(prediction, whole, outputs.device)  # later draws are as with more layers
         if not calls or not (num_terms or others):
             return
         self._warn_of_other_samples(calls, outputs)
-        counted = torch.ones_like(prediction.counted) if others else prediction.counted
         # The last sample, since in a causal model with samples and positions mixed up it reaches most rows.
         probed = int(counted.any(dim=1).nonzero()[-1])
         axis = SampleAxis(len(outputs), probed, may_be_joined=fisher == "sampled")
-        selection = Selection(self._statistics_samples, counted, self.choosing)
+        selection = Selection(self._statistics_samples, whole, self.choosing)
         is_share = fisher == "empirical" and self._measurement.loss_reduction != "sum"
         comes_by = fisher == "empirical" and arrival.adds_up is not False and self._is_joint
         if others:
@@ -373,7 +383,7 @@ class Capture:
             arrival.join(others, passed)
             self._unfinished.append(passed)
         elif arrival.outputs.ndim:
-            self._send(descent, calls, self._vectors(fisher, prediction, gradient, outputs.device))
+            self._send(descent, calls, self._vectors(fisher, prediction, gradient, whole))
             self._keep(passed)
 
     def _of_as_many_samples(self, calls: Sequence[ModuleCall]) -> tuple[int, list[ModuleCall]]:
@@ -458,15 +468,22 @@ class Capture:
         return selection.of(positions, layer.shape, measurements)
 
     def _vectors(
-        self, fisher: FisherKind, prediction: Prediction, gradient: Tensor, device: torch.device
+        self, fisher: FisherKind, prediction: Prediction, gradient: Tensor, whole: WholeBatch
     ) -> Iterator[Tensor]:
         """The vectors, shaped like the outputs, that are back-propagated one by one."""
         if fisher == "sampled":
-            yield prediction.sample(self.sampling.generator_on(device))
+            yield self._drawn(prediction, whole, gradient.device)
         elif fisher == "exact":
             yield from prediction.columns()
         else:
             yield gradient
+
+    def _drawn(self, prediction: Prediction, whole: WholeBatch, device: torch.device) -> Tensor:
+        """The gradient of drawn labels, which are those that one process would draw for the whole batch."""
+        generator = self.sampling.generator_on(device)
+        if whole.is_all:
+            return prediction.sample(generator)
+        return prediction.sample_part(generator, whole.start, len(whole.candidates))
 
     def _send(self, descent: Descent, calls: Sequence[ModuleCall], vectors: Iterable[Tensor]) -> None:
         """Send vectors down to the calls."""
@@ -582,7 +599,7 @@ class Capture:
         if isinstance(arrived[0], tuple):
             inputs, outputs = zip(*arrived, strict=True)
             return MomentBatch(layer, sum(inputs[1:], inputs[0]), sum(outputs[1:], outputs[0]), terms)
-        share = 1.0 if rows is None else len(rows) / passed.selection.samples
+        share = 1.0 if rows is None else passed.selection.share(len(rows))
         gradients = arrived[0] if len(arrived) == 1 else torch.cat(list(arrived))  # whose layout would be lost
         return FormedBatch(layer, gradients, share * terms)
 
@@ -591,7 +608,7 @@ class Capture:
     ) -> CapturedBatch | None:
         """The applications of a layer's parameters as a batch of the samples that are measured."""
         if rows is not None:
-            share = len(rows) / passed.selection.samples
+            share = passed.selection.share(len(rows))
             context = passed.context.of_part(rows, share, passed.axis.num_samples)
             return LayerBatch(layer, tuple(applications), len(rows), context)
         try:
@@ -620,7 +637,7 @@ class Capture:
                 return FormedBatch(layer, batch.summed(chosen), batch.num_terms)
             squares = squared(layer, chosen, self._squaring, batch.summed)
             return MomentBatch(layer, *squares, batch.num_terms)
-        return batch.of_part(chosen, len(chosen) / passed.selection.samples)
+        return batch.of_part(chosen, passed.selection.share(len(chosen)))
 
     def _applications(self, noted: ModuleCall) -> list[Application]:
         """What a call did with the module's parameters; none, and a word in the log, if that cannot be told."""

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import Tensor
 
 from tekfac.capture.loss_graph import LossSort
-from tekfac.capture.recognition import Finding, recognised
+from tekfac.capture.recognition import NONE_KNOWN, Finding, recognised
 from tekfac.likelihoods import (
     Bernoulli,
     Categorical,
@@ -21,6 +21,7 @@ from tekfac.likelihoods import (
     Unknown,
     as_likelihood,
 )
+from tekfac.ranks.group import ALONE, Ranks
 
 logger = logging.getLogger("tekfac")
 
@@ -58,12 +59,14 @@ class _Known:
 class LikelihoodsOfLosses:
     """Tells the likelihood of a prediction when the gradient of its loss arrives."""
 
-    def __init__(self, setting: Any) -> None:
+    def __init__(self, setting: Any, ranks: Ranks = ALONE) -> None:
         """Know nothing of any loss yet.
 
         Args:
             setting: "auto", what `as_likelihood` takes, or a mapping of names of predictions to such.
+            ranks: the processes that have a part of every batch each, and agree.
         """
+        self._ranks = ranks
         self._for_all: Likelihood | None = None
         self._named: dict[str, Likelihood | None] = {}
         if isinstance(setting, Mapping):
@@ -103,7 +106,11 @@ class LikelihoodsOfLosses:
                 likelihood.check(prediction)
 
     def of(
-        self, name: str, outputs: Tensor, gradient: Tensor, loss: Callable[[], LossSort | None]
+        self,
+        name: str,
+        outputs: Tensor,
+        gradient: Tensor,
+        loss: Callable[[], LossSort | None],
     ) -> Likelihood:
         """The likelihood of a prediction; UNKNOWN where there is none, or none was found yet.
 
@@ -123,6 +130,7 @@ class LikelihoodsOfLosses:
             _require_shape(name, explicit, outputs)
         if known.is_to_be_checked() and type(explicit) in (type(None), *KINDS.values()):
             finding = recognised(outputs, gradient, loss()) if outputs.ndim else Finding(UNKNOWN)
+            finding = agreed(self._ranks.gather(finding))
             if finding.is_certain:
                 found = finding.likelihood or UNKNOWN
                 _tell(name, found, known.likelihood, explicit)
@@ -155,6 +163,14 @@ class LikelihoodsOfLosses:
             name: _Known(_from_plain(plain), seen) for name, (seen, plain) in json.loads(state).items()
         }
         self.keep()
+
+
+def agreed(findings: Sequence[Finding]) -> Finding:
+    """What several parts of a batch say together: what one of them knows, unless another one contradicts."""
+    certain = [finding for finding in findings if finding.is_certain]
+    if not certain:
+        return findings[0]
+    return certain[0] if all(finding == certain[0] for finding in certain) else NONE_KNOWN
 
 
 def require_likelihood(setting: Any) -> None:

@@ -19,6 +19,7 @@ from tekfac.capture.sampling import Sampling
 from tekfac.layers.batch import Sums
 from tekfac.layers.contractions import Sizes, grams_are_cheaper
 from tekfac.layers.shapes import LayerShape
+from tekfac.ranks.whole_batch import WholeBatch
 
 StatisticsSamples = int | Literal["auto"] | None
 """A number of samples; None: all; "auto": by the layer."""
@@ -119,27 +120,34 @@ def pays_singly(positions: int, shape: LayerShape) -> bool:
 class Selection:
     """The samples of one pass in a random order, of which every layer takes the first few, or some in sums.
 
+    Where several processes have a part of the batch each, all draw the same of the whole batch, and each is
+    told of its own part.
+
     Attributes:
-        samples: how many take part in the loss.
-        terms: of the loss, per such sample.
+        samples: how many take part in the loss, of the whole batch.
     """
 
-    def __init__(self, setting: StatisticsSamples, counted: Tensor, choosing: Sampling) -> None:
+    def __init__(self, setting: StatisticsSamples, batch: WholeBatch, choosing: Sampling) -> None:
         """Draw nothing yet.
 
         Args:
             setting: of the optimizer.
-            counted: which terms take part in the loss, [N, P].
+            batch: of which this process has a part, or all.
             choosing: the generator to draw with.
         """
         self._signs: Tensor | None = None
         self._parts: dict[int, list[int]] = {}
         self._setting: StatisticsSamples = setting
         self._choosing = choosing
-        self._candidates = counted.any(dim=1)
+        self._batch = batch
         self._order: Tensor | None = None
-        self.samples = int(self._candidates.sum())
-        self.terms = int(counted.sum()) / self.samples
+        self.samples = int(batch.candidates.sum())
+        self._terms = batch.terms / self.samples
+
+    def share(self, count: int) -> float:
+        """What share of the own terms so many chosen samples, of those here, stand for."""
+        of_whole = count / self.samples
+        return of_whole if self._batch.is_all else of_whole * self._batch.terms / self._batch.own_terms
 
     def of(self, positions: int, shape: LayerShape, measurements: float) -> Tensor | None:
         """The samples to measure for a layer, in their own order; None for all.
@@ -149,13 +157,18 @@ class Selection:
             shape: of the layer.
             measurements: as many as its running average holds so far.
         """
-        count = wanted(self._setting, positions, shape, self.terms, measurements)
+        chosen = self._chosen(positions, shape, measurements)
+        return None if chosen is None else self._batch.own(chosen)
+
+    def _chosen(self, positions: int, shape: LayerShape, measurements: float) -> Tensor | None:
+        """The same of the whole batch."""
+        count = wanted(self._setting, positions, shape, self._terms, measurements)
         if count >= self.samples:
             return None
         if self._order is None:
-            generator = self._choosing.generator_on(torch.device("cpu"))
-            order = torch.randperm(self.samples, generator=generator).to(self._candidates.device)
-            self._order = self._candidates.nonzero()[:, 0][order]
+            generator, candidates = self._choosing.generator_on(torch.device("cpu")), self._batch.candidates
+            order = torch.randperm(self.samples, generator=generator).to(candidates.device)
+            self._order = candidates.nonzero()[:, 0][order]
         return self._order[: int(count)].sort().values
 
     def in_sums(
@@ -170,25 +183,30 @@ class Selection:
             singly: whether samples that are not put together may be sums of one each, whose gradients are
                 formed, where that pays.
         """
-        samples = len(self._candidates)
+        samples = len(self._batch.candidates)
         count = wanted_sums(samples, positions, shape, measurements)
         if count is None:
-            chosen = self.of(positions, shape, measurements)
-            return self._as_sums(chosen) if singly and pays_singly(positions, shape) else chosen
+            if not (singly and pays_singly(positions, shape)):
+                return self.of(positions, shape, measurements)
+            return self._here(self._as_sums(self._chosen(positions, shape, measurements)))
         generator = self._choosing.generator_on(torch.device("cpu"))
         if self._signs is None:
             bits = torch.randint(0, 2, (samples,), generator=generator)
-            self._signs = (2 * bits - 1).to(self._candidates.device)
+            self._signs = (2 * bits - 1).to(self._batch.candidates.device)
         parts = max(count, math.ceil(samples / IN_A_SUM))
         if parts == count:
-            return Sums.of_all(self._signs, count)
+            return self._here(Sums.of_all(self._signs, count))
         if parts not in self._parts:
             self._parts[parts] = torch.randperm(parts, generator=generator).tolist()
-        return Sums.of_some(self._signs, parts, sorted(self._parts[parts][:count]))
+        return self._here(Sums.of_some(self._signs, parts, sorted(self._parts[parts][:count])))
+
+    def _here(self, sums: Sums) -> Sums:
+        """Of sums of the whole batch what is here."""
+        return sums if self._batch.is_all else sums.of_part(self._batch.start, self._batch.samples)
 
     def _as_sums(self, chosen: Tensor | None) -> Sums:
         """Each of some samples, or of all, as a sum of its own."""
-        ones = torch.ones_like(self._candidates, dtype=torch.int64)
+        ones = torch.ones_like(self._batch.candidates, dtype=torch.int64)
         if chosen is None:
             return Sums.of_all(ones, len(ones))
         return Sums(ones, len(ones), chosen.tolist(), math.sqrt(self.samples / len(chosen)))

@@ -190,7 +190,9 @@ def _own_side(asked: Mapping[str, Decomposition], side: Side, recipe: Recipe) ->
         values, vectors = decompose_side(factor, old, recipe.basis_tolerance, recipe.track_basis)
     except DecompositionError:
         return _DecomposedSide(FAILED, *symmetric.axes(factor))
-    return _DecomposedSide(KEPT if vectors is old else NEW, values, vectors)
+    if vectors is old:
+        return _DecomposedSide(KEPT, values, vectors)
+    return _DecomposedSide(NEW, values, vectors.contiguous())  # as others get them: products round alike
 
 
 def _sent(

@@ -213,12 +213,16 @@ class Sums:
         parts: the number of parts that the batch is cut into, as equal as they can be.
         chosen: which of them become sums, in ascending order.
         weight: of each sum, so that the squares of the chosen ones stand for those of all.
+        start: the number of the first sample that is here, where others are elsewhere.
+        samples: how many are here; None: all.
     """
 
     signs: Tensor
     parts: int
     chosen: Sequence[int]
     weight: float
+    start: int = 0
+    samples: int | None = None
 
     @classmethod
     def of_all(cls, signs: Tensor, count: int) -> Sums:
@@ -230,9 +234,21 @@ class Sums:
         """The samples of some parts, a sum for each."""
         return cls(signs, parts, chosen, math.sqrt(parts / len(chosen)))
 
+    def of_part(self, start: int, samples: int) -> Sums:
+        """What some of the samples have in the sums; a sum of samples here and elsewhere becomes two."""
+        part = replace(self, start=start, samples=samples)
+        return replace(part, chosen=[number for number in self.chosen if part._rows(number)])
+
+    def _rows(self, part: int) -> range:
+        """Of a part of the batch the samples that are here, by their numbers here."""
+        least, longer = divmod(len(self.signs), self.parts)  # as torch.tensor_split does
+        first = part * least + min(part, longer) - self.start
+        last = first + least + (part < longer)
+        return range(max(0, first), last if self.samples is None else min(last, self.samples))
+
     def a_few_at_a_time(self, most: int) -> Iterator[Sums]:
-        """The same sums, so many of them at a time."""
-        for start in range(0, len(self.chosen), most):
+        """The same sums, so many of them at a time; once, if there is none."""
+        for start in range(0, max(1, len(self.chosen)), most):
             yield replace(self, chosen=self.chosen[start : start + most])
 
     def of(self, layer: Layer, form: RowForm, inputs: Tensor, gradients: Tensor) -> Tensor:
@@ -244,17 +260,17 @@ class Sums:
             inputs: [N, ...], or k times as many.
             gradients: [K, N, ...], likewise.
         """
-        samples, fold = len(self.signs), len(inputs) // len(self.signs)
-        weights = self.signs.to(layer.dtype) * self.weight
+        samples = len(self.signs) if self.samples is None else self.samples
+        fold = len(inputs) // samples
+        weights = self.signs[self.start : self.start + samples].to(layer.dtype) * self.weight
         weights = weights.repeat_interleave(fold) if fold > 1 else weights
         weights = weights.reshape(1, -1, *[1] * (gradients.ndim - 2))
-        least, longer = divmod(samples, self.parts)  # as torch.tensor_split does
         shape = layer.shape
         sizes = (len(gradients), shape.groups, shape.d_out, len(self.chosen), shape.d_in)
         found = weights.new_empty(sizes).transpose(2, 3)  # so that rows of both sides lie flat in memory
         for place, part in enumerate(self.chosen):
-            start = part * least + min(part, longer)
-            rows = slice(fold * start, fold * (start + least + (part < longer)))
+            own = self._rows(part)
+            rows = slice(fold * own.start, fold * own.stop)
             weighted = gradients[:, rows].to(layer.dtype) * weights[:, rows]
             found[:, :, place] = form.gradient(shape, inputs[rows].to(layer.dtype), weighted)
         return found

@@ -54,6 +54,8 @@ from tekfac.optim.skipping import Skipping, all_finite, in_words, squares_are_fi
 from tekfac.optim.state import SavedState, to_torch
 from tekfac.optim.step_control import judged_step
 from tekfac.optim.update import apply_update, kl_coefficient
+from tekfac.ranks.group import GroupSetting, ranks_of
+from tekfac.ranks.replicas import require_same, values_of
 
 MAX_ATTEMPTS = 3
 """Steps in a row that are watched for the sake of layers without statistics."""
@@ -112,6 +114,9 @@ class NaturalGradient(Optimizer):
         memory_budget: int = 256 * 2**20,
         seed: int | None = None,
         grad_scaler: torch.amp.GradScaler | None = None,
+        # several processes
+        process_group: GroupSetting = "auto",
+        replica_check_every: int | None = None,
         # which parameters
         first_order: Selected | Iterable[Selected] = (),
         precondition_norms: bool = False,
@@ -190,6 +195,10 @@ class NaturalGradient(Optimizer):
             memory_budget: bytes of working memory for the rows of one layer.
             seed: of the generator that draws labels; None: torch.initial_seed().
             grad_scaler: the loss scaler; only fisher="empirical" needs to know it.
+            process_group: of processes that train together, with a part of every batch each; "auto": that of
+                DistributedDataParallel, or else all processes; "alone": this one.
+            replica_check_every: steps between two looks whether all of them have the same parameters; None:
+                at the first step that measures alone.
             first_order: names, modules, their types or parameters that are not to be preconditioned.
             precondition_norms: whether norms have blocks; else they are trained as what is not preconditioned.
             first_order_lr: learning rate of what is not preconditioned; None: lr.
@@ -208,9 +217,10 @@ class NaturalGradient(Optimizer):
                 f"{name} needs the model itself, to see its layers' inputs and outputs; got "
                 f"{type(model).__name__}. Write {name}(model, ...), not {name}(model.parameters(), ...)."
             )
-        _require_one_process(name)
         settings = resolve(self.method, {**given, **unknown})
         self._settings = settings
+        _require_whole_parameters(name, model)
+        self._ranks = ranks_of(model, settings.process_group)
         self._own_damping = self.method.own_damping(settings.trace_floor, settings.beta)
         recipe = Recipe(
             factors=self.method.factors,
@@ -233,13 +243,14 @@ class NaturalGradient(Optimizer):
             momentum_before=settings.momentum_at == "before",
             nesterov=settings.nesterov,
         )
-        self._network = NetworkCurvature(self._layers, recipe, self._form)
+        self._network = NetworkCurvature(self._layers, recipe, self._form, self._ranks)
         self._by_turns = None if settings.turns == AUTO else bool(settings.turns)
         self._schedule = self._new_schedule()
         self._capture = Capture(
             model,
             self._model_layers.watched.values(),
             settings,
+            ranks=self._ranks,
             grad_scaler=settings.grad_scaler,
             statistics_samples=settings.statistics_samples,
             may_be_summed=recipe.needs_only_gradients,
@@ -268,6 +279,7 @@ class NaturalGradient(Optimizer):
         self._first_order_ratio = 1.0 if settings.first_order_lr is None else settings.first_order_lr / lr
         self._require_whole_layers()
         self._damping_rules()
+        require_same(self._ranks, name, self._facts())
         self._arm()
 
     @classmethod
@@ -379,6 +391,7 @@ class NaturalGradient(Optimizer):
             "another step than the natural one": self._gathers or self._form.power != 1,
             "kl_clip": settings.kl_clip is not None,
             "grad_scaler": settings.grad_scaler is not None,
+            "several processes": self._ranks.count > 1,
             "weight_decay (add a penalty to the loss)": any(
                 group["weight_decay"] for group in self.param_groups
             ),
@@ -427,13 +440,18 @@ class NaturalGradient(Optimizer):
 
     def _try_step(self, loss: object, evaluation: Evaluation | None) -> str | None:
         """Take the step, or say what keeps it from being taken; then nothing has changed."""
-        if isinstance(loss, Tensor | float) and not bool(torch.isfinite(torch.as_tensor(loss)).all()):
-            return f"the loss is {float(loss)}"
-        if self._capture.problems:
-            return "; ".join(self._capture.problems)
+        together = self._ranks.count > 1
+        is_known = isinstance(loss, Tensor | float) and not together  # where others may have another one
+        if is_known and not bool(torch.isfinite(torch.as_tensor(loss)).all()):
+            return f"the loss is {float(loss)}"  # type: ignore[arg-type]
+        watched = together and self._capture.armed
+        everywhere = self._ranks.gather(self._capture.problems) if watched else [self._capture.problems]
+        if any(everywhere):
+            return "; ".join(problem for problems in everywhere for problem in problems)
         rules = self._damping_rules()
         batches, before = self._capture.batches(), self._network.blocks
-        measures = bool(batches or self._due())
+        measures = bool(batches or watched or self._due())
+        self._check_replicas(measures=measures)
         waits = measures or not self._skipping.deferred or evaluation is not None
         raw = self._gradients()
         finite = None
@@ -480,6 +498,27 @@ class NaturalGradient(Optimizer):
         self._skipped_in_a_row = 0
         self._arm()
         return None
+
+    def _check_replicas(self, *, measures: bool) -> None:
+        """Raise ReplicaError where processes have different parameters, now and then."""
+        every = self._settings.replica_check_every
+        is_first = measures and not self._network.blocks
+        if self._ranks.count > 1 and (is_first or (every is not None and self._num_steps % every == 0)):
+            named = ((name, parameter) for parameter, name in self._names.items())
+            require_same(self._ranks, type(self).__name__, values_of(named))
+
+    def _facts(self) -> dict[str, Any]:
+        """What processes that train together must have in common, by name."""
+        plain = (int, float, str, bool, type(None), torch.dtype, DampingRule)
+        settings = {f"{name}=": getattr(self._settings, name) for name in NAMES}
+        shapes = {f"parameter {n!r}": (list(p.shape), str(p.dtype)) for p, n in self._names.items()}
+        groups = {
+            f"param_groups[{place}][{key!r}]": value
+            for place, group in enumerate(self.param_groups)
+            for key, value in group.items()
+        }
+        facts = {"the optimizer": type(self).__name__, **shapes, **settings, **groups}
+        return {name: value for name, value in facts.items() if isinstance(value, (*plain, tuple))}
 
     def _put_back(self, blocks: dict[str, LayerCurvature]) -> None:
         """Forget what a step has refreshed, unless something was gathered in the new bases already."""
@@ -876,12 +915,11 @@ def _overridden(preset: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict
     return {**{k: v for k, v in preset.items() if not (moves and k == "rescaling_every")}, **overrides}
 
 
-def _require_one_process(optimizer: str) -> None:
-    """Raise RuntimeError where several processes train together: each would measure a curvature of its own."""
-    distributed = torch.distributed
-    if distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1:
-        raise RuntimeError(
-            f"{optimizer} does not share curvature between processes yet, and {distributed.get_world_size()} "
-            "of them are in this process group: each would measure on its own part of the batch, and the "
-            "replicas would drift apart. Train in one process, or use a first-order optimizer here."
-        )
+def _require_whole_parameters(optimizer: str, model: nn.Module) -> None:
+    """Raise ValueError for parameters of which every process has a part."""
+    for name, parameter in model.named_parameters():
+        if hasattr(parameter, "to_local"):
+            raise ValueError(
+                f"Parameter {name!r} is a {type(parameter.data).__name__}, of which every process has a part. "
+                f"{optimizer} does not go with fully_shard yet; it does with DistributedDataParallel."
+            )

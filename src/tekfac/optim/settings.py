@@ -29,6 +29,7 @@ from tekfac.damping import (
 from tekfac.layers.side_forms import MaxDim
 from tekfac.methods import Method, default_settings, refused_settings
 from tekfac.optim.param_groups import Selected
+from tekfac.ranks.group import GroupSetting
 
 Averaging = Literal["moments", "factors"]
 AVERAGINGS: tuple[Averaging, ...] = ("moments", "factors")
@@ -98,6 +99,8 @@ class Settings(Measurement):
     first_order_step: FirstOrderStep = "adamw"
     param_groups: Iterable[Mapping[str, Any]] = ()
     grad_scaler: torch.amp.GradScaler | None = None
+    process_group: GroupSetting = AUTO
+    replica_check_every: int | None = None
     statistics_samples: StatisticsSamples = "auto"
     turns: bool | Literal["auto"] = "auto"
     basis_tolerance: float = DEFAULT_BASIS_TOLERANCE
@@ -155,6 +158,8 @@ class Settings(Measurement):
         samples = self.statistics_samples
         if samples is not None and samples != "auto":
             require_whole("statistics_samples", samples, "of samples, at least 1; None for all, or 'auto'")
+        if self.replica_check_every is not None:
+            require_whole("replica_check_every", self.replica_check_every, "of steps, at least 1, or None")
         if self.grad_scaler is not None and not hasattr(self.grad_scaler, "get_scale"):
             raise ValueError(
                 f"Invalid grad_scaler: {self.grad_scaler!r}. Expected a torch.amp.GradScaler, or None."

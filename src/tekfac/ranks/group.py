@@ -12,7 +12,8 @@ from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 BUCKET = 25 * 2**20
 """Bytes that are sent at a time, roughly: enough that a call's latency does not count."""
@@ -130,3 +131,33 @@ def _in_buckets(tensors: Sequence[Tensor], most: int | None = BUCKET) -> Iterato
                 bucket, size = [], 0
         if bucket:
             yield bucket
+
+
+GroupSetting = Any
+"""A ProcessGroup of torch.distributed, "auto" or "alone"."""
+
+AUTO, APART = "auto", "alone"
+
+
+def ranks_of(model: nn.Module, setting: GroupSetting) -> Ranks:
+    """The processes that train a model together.
+
+    Args:
+        model: DistributedDataParallel's wrapper knows its group.
+        setting: a process group; "auto": that of the wrapper, or else all processes; "alone": this one.
+
+    Raises:
+        ValueError: for something else.
+    """
+    is_group = dist.is_available() and isinstance(setting, dist.ProcessGroup)
+    if not is_group and not (isinstance(setting, str) and setting in (AUTO, APART)):
+        raise ValueError(
+            f"Invalid process_group: {setting!r}. Expected a ProcessGroup of torch.distributed, 'auto' for "
+            "that of DistributedDataParallel or else all processes, or 'alone' for a model of this process."
+        )
+    if not dist.is_available() or not dist.is_initialized() or (not is_group and setting == APART):
+        return ALONE
+    group = setting
+    if not is_group:
+        group = model.process_group if isinstance(model, DistributedDataParallel) else dist.group.WORLD
+    return Together(group) if dist.get_world_size(group) > 1 else ALONE
