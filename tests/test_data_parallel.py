@@ -74,8 +74,8 @@ CASES: dict[str, Case] = {
 }
 
 
-SMALL = {"SUMS": 4, "FEWEST_SUMS": 2, "WORTH_SUMS": 0, "WORTH_SINGLY": 0}
-"""So that samples of these small networks are put together, too."""
+SMALL = {"SUMS": 6, "FEWEST_SUMS": 2, "WORTH_SUMS": 0, "WORTH_SINGLY": 0}
+"""So that samples of these small networks are put together, too: first all, later some, and no null space."""
 
 USUAL = {name: getattr(selection, name) for name in SMALL}
 

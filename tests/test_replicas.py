@@ -1,4 +1,4 @@
-"""Processes that train one model together are told, each of them and by name, what they do not have in common."""
+"""Processes that train one model together are told, each by name, what they do not have in common."""
 
 from __future__ import annotations
 
