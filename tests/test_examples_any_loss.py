@@ -1,4 +1,4 @@
-"""Promise: in the examples of losses of all kinds TEKFAC, told nothing, ends at or below Adam at its best rate."""
+"""Promise: in the examples of losses of all kinds TEKFAC, told nothing, ends at or below Adam at its best."""
 
 from __future__ import annotations
 

@@ -35,6 +35,7 @@ class Options(Measurement):
 
     fisher: FisherKind = "exact"
     likelihood: OneLikelihood = "categorical"
+    batch_dim: int = 0
     seed: int = 0
     layers: Iterable[str] | None = None
     loss: LossOfBatch | None = None
