@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import sys
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -22,6 +23,8 @@ def example(name: str, *, needs: str | None = None, extra: str = "") -> ModuleTy
     """An example, as a module; the test is skipped where the framework it needs is not installed."""
     if needs is not None:
         pytest.importorskip(needs, reason=f"needs {needs}: pip install 'tekfac[{extra}]'")
+    if str(EXAMPLES) not in sys.path:
+        sys.path.append(str(EXAMPLES))  # as when it is run: some share a module
     spec = importlib.util.spec_from_file_location(f"example_{name}", EXAMPLES / f"{name}.py")
     assert spec is not None
     assert spec.loader is not None

@@ -394,7 +394,8 @@ def test_checkpointed_segments_are_measured_as_the_others_are(fisher: Any) -> No
     assert set(saved_curvature(states[0]["optimizer"])) == {"body.0.weight", "body.2.weight", "head.weight"}
 
 
-def test_a_gradient_penalty_is_differentiated_as_without_the_optimizer() -> None:
+@pytest.mark.parametrize("by", ["inputs", "parameters"])
+def test_a_gradient_penalty_is_differentiated_as_without_the_optimizer(by: str) -> None:
     """A backward pass through a backward pass."""
     results = []
     for watched in (False, True):
@@ -403,8 +404,9 @@ def test_a_gradient_penalty_is_differentiated_as_without_the_optimizer() -> None
         x, y = vectors(1)[0]
         x = x.requires_grad_()
         loss = F.cross_entropy(model(x), y)
-        (slope,) = torch.autograd.grad(loss, x, create_graph=True)
-        (loss + slope.square().sum()).backward()
+        origin = [x] if by == "inputs" else list(model.parameters())
+        slopes = torch.autograd.grad(loss, origin, create_graph=True)
+        (loss + sum(slope.square().sum() for slope in slopes)).backward()
         if optimizer is not None:
             assert optimizer.num_steps == 0
         results.append({name: p.grad for name, p in model.named_parameters()})

@@ -55,7 +55,7 @@ def test_it_is_found_and_said_once(name: str, step: str, caplog: pytest.LogCaptu
         steps(model, optimizer, loss, 5)
     assert optimizer.likelihoods == {"": likelihood}
     found = said(caplog)
-    assert found[0].startswith("The loss is that of ")
+    assert sum(message.startswith("The loss is that of ") for message in found) == 1
     assert len(found) == (2 if name == "hinge" and step == "natural" else 1)
 
 
@@ -127,6 +127,45 @@ def test_the_loss_is_looked_at_again(caplog: pytest.LogCaptureFixture) -> None:
         "no longer that of a categorical likelihood, with classes along axis 1, but that of a gaussian"
         in message
     )
+
+
+class Twice:
+    """The loss of a model that is called twice in a step: of an answer, and of how much another one differs."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+
+    def __call__(self, z: Tensor) -> Tensor:
+        other = self.model(normal(N, 5, seed=7))
+        return F.cross_entropy(z, LABELS) + (z - other).square().mean()
+
+
+class Labelled(Twice):
+    """The same of two calls with a likelihood each."""
+
+    def __call__(self, z: Tensor) -> Tensor:
+        return F.cross_entropy(z, LABELS) + F.mse_loss(self.model(normal(N, 5, seed=7)), NUMBERS)
+
+
+@pytest.mark.parametrize("losses", [Twice, Labelled])
+def test_losses_of_several_kinds_of_a_model_that_is_called_twice_are_of_none(
+    losses: type[Twice], caplog: pytest.LogCaptureFixture
+) -> None:
+    model = mlp()
+    optimizer = TEKFAC(model, lr=1e-2)
+    with caplog.at_level(logging.INFO, "tekfac"):
+        values = steps(model, optimizer, losses(model), 9)
+    assert optimizer.likelihoods == {"": Unknown()}
+    assert len(said(caplog)) == 1
+    assert values[-1] < values[0]
+
+
+def test_two_calls_with_the_same_kind_of_loss_have_its_likelihood() -> None:
+    model = mlp()
+    optimizer = TEKFAC(model, lr=1e-2)
+    more = normal(N, 5, seed=7)
+    steps(model, optimizer, lambda z: F.cross_entropy(z, LABELS) + F.cross_entropy(model(more), LABELS), 3)
+    assert optimizer.likelihoods == {"": Categorical(class_dim=1)}
 
 
 def test_a_batch_that_says_nothing_leaves_it_open() -> None:

@@ -6,12 +6,14 @@ import json
 from collections import OrderedDict, namedtuple
 from collections.abc import Callable
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributions import Independent, Normal
 
 from tekfac import TEKFAC
 from tekfac.likelihoods import OutputShapeError
@@ -133,16 +135,74 @@ def test_a_layer_called_with_a_keyword_is_recorded() -> None:
     assert_identical(state_of(model, optimizer), plain())
 
 
-@pytest.mark.parametrize(
+unreadable = pytest.mark.parametrize(
     "wrap",
     [lambda z, h: {"a": "z"}, lambda z, h: "text", lambda z, h: None, lambda z, h: (None, "text")],
 )
+
+
+@unreadable
 def test_what_cannot_be_read_is_refused_with_the_way_out(wrap: Callable[[Tensor, Tensor], Any]) -> None:
     model = Wrapped(wrap)
     optimizer = TEKFAC.natural(model)
     with pytest.raises(OutputShapeError, match="outputs=lambda"):
         model(vectors(1)[0][0])
     assert optimizer.num_steps == 0
+
+
+@unreadable
+def test_by_default_what_cannot_be_read_is_trained_by_first_order(
+    wrap: Callable[[Tensor, Tensor], Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    """As an optimizer would that asks for nothing: a loss may be taken of what a model keeps to itself."""
+    kept: list[Tensor] = []
+
+    def keeping(z: Tensor, h: Tensor) -> Any:
+        kept.append(z)
+        return wrap(z, h)
+
+    model = Wrapped(keeping)
+    optimizer = TEKFAC(model)
+    before = model.head.weight.detach().clone()
+    for x, y in vectors(3):
+        optimizer.zero_grad()
+        model(x)
+        F.cross_entropy(kept[-1], y).backward()
+        optimizer.step()
+    assert optimizer.num_steps == 3
+    assert not optimizer.curvature
+    assert not torch.equal(model.head.weight, before)
+    (message,) = (r.getMessage() for r in caplog.records if "layer 'body'" in r.getMessage())
+    assert "no tensors of predictions in what the model returned" in message
+
+
+def shifted(z: Tensor, h: Tensor) -> Any:
+    return Independent(Normal(z, h.exp().mean(1, keepdim=True)), 1)
+
+
+OBJECTS: dict[str, tuple[Callable[[Tensor, Tensor], Any], set[str]]] = {
+    "a distribution": (lambda z, h: Normal(z, z.exp()), {"loc", "scale"}),
+    "one made of others": (shifted, {"base_dist.loc", "base_dist.scale"}),
+    "a namespace": (lambda z, h: SimpleNamespace(scores=z, about="text"), {"scores"}),
+}
+
+
+@pytest.mark.parametrize("kind", OBJECTS)
+def test_tensors_that_an_object_has_are_predictions(kind: str) -> None:
+    wrap, names = OBJECTS[kind]
+    model = Wrapped(wrap)
+    optimizer = TEKFAC(model)
+    x, y = vectors(1)[0]
+    out = model(x)
+    if kind == "a namespace":
+        loss = F.cross_entropy(out.scores, y)
+    else:
+        loss = -out.log_prob(torch.ones(len(x), 3, dtype=x.dtype)).mean()
+    loss.backward()
+    optimizer.step()
+    assert set(optimizer.curvature) == {"body", "head"}
+    assert names.issuperset(optimizer.likelihoods)
+    assert optimizer.likelihoods
 
 
 def test_a_loss_before_the_predictions_is_passed_over() -> None:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from dense import assert_close, dense_block, measured
-from tekfac import TKFAC
+from tekfac import TEKFAC, TKFAC
 
 N, D, CLASSES = 4, 3, 3
 
@@ -119,10 +121,11 @@ class Recurrent(nn.Module):
 
 
 @pytest.mark.parametrize(
-    ("steps", "batch_dim", "told"), [(8, 0, True), (8, 1, False), (7, 0, True), (7, 1, False)]
+    ("steps", "batch_dim", "told"),
+    [(8, 0, True), (8, 1, False), (7, 0, True), (7, 1, False), (7, "auto", False)],
 )
 def test_sequence_first_outputs_are_noticed_where_a_layer_knows_its_samples(
-    steps: int, batch_dim: int, told: bool, caplog: pytest.LogCaptureFixture
+    steps: int, batch_dim: Any, told: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     model = Recurrent()
     optimizer = TKFAC.natural(model, batch_dim=batch_dim)
@@ -136,3 +139,75 @@ def test_sequence_first_outputs_are_noticed_where_a_layer_knows_its_samples(
     ]
     assert bool(messages) == told
     assert len(set(messages)) == len(messages)
+
+
+class Transcriber(nn.Module):
+    """Pieces of sound [N, D, T] -> letters [T, N, C], as a CTC loss has them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.convolution, self.head = nn.Conv1d(D, 4, 3, padding=1), nn.Linear(4, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.head(self.convolution(x).tanh().movedim(2, 0))
+        return out
+
+
+@pytest.mark.parametrize("fisher", ["exact", "empirical"])
+@pytest.mark.parametrize("network", [Recurrent, Transcriber])
+def test_sequence_first_outputs_are_found_where_a_layer_knows_its_samples(
+    network: type[nn.Module], fisher: str
+) -> None:
+    x = torch.randn((7, N, D) if network is Recurrent else (N, D, 7), dtype=torch.float64)
+    labels = torch.arange(7 * N) % CLASSES
+    blocks = []
+    for settings in ({}, {"batch_dim": 1}):
+        torch.manual_seed(0)
+        model = network().double()
+        optimizer = measured(
+            TKFAC, model, x, lambda z: cross_entropy(z.flatten(0, 1), labels), fisher=fisher, **settings
+        )
+        blocks.append({name: dense_block(curvature) for name, curvature in optimizer.curvature.items()})
+    found, told = blocks
+    assert found.keys() == told.keys()
+    assert len(found) >= 2
+    for name, block in told.items():
+        assert_close(found[name], block)
+
+
+def test_as_many_classes_as_frames_are_not_taken_for_samples() -> None:
+    """[N, F, 1, T] folded to N * F frames for the convolution, as many as there are classes."""
+
+    class Film(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.convolution, self.head = nn.Conv1d(1, 2, 3), nn.Linear(2, 6)
+
+        def forward(self, x: Tensor) -> Tensor:
+            frames = self.convolution(x.flatten(0, 1)).mean(2)
+            out: Tensor = self.head(frames.reshape(len(x), -1, 2).mean(1))
+            return out
+
+    x, labels = torch.randn(3, 2, 1, 5, dtype=torch.float64), torch.tensor([0, 2, 5])
+    blocks = []
+    for settings in ({}, {"batch_dim": 0}):
+        torch.manual_seed(0)
+        optimizer = measured(
+            TKFAC, Film().double(), x, lambda z: cross_entropy(z, labels), fisher="exact", **settings
+        )
+        blocks.append(dense_block(optimizer.curvature["head"]))
+    assert_close(*blocks)
+
+
+@pytest.mark.parametrize("fisher", ["exact", "empirical"])
+def test_a_single_sample_without_an_axis_is_a_batch_of_one(fisher: str) -> None:
+    blocks = []
+    for batched in (True, False):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(D, 4), nn.Tanh(), nn.Linear(4, CLASSES)).double()
+        x, label = torch.randn(D, dtype=torch.float64), torch.tensor(1)
+        inputs, labels = (x[None], label[None]) if batched else (x, label)
+        optimizer = measured(TEKFAC, model, inputs, lambda z, y=labels: cross_entropy(z, y), fisher=fisher)
+        blocks.append({name: dense_block(curvature) for name, curvature in optimizer.curvature.items()})
+    for name in ("0", "2"):
+        assert_close(blocks[1][name], blocks[0][name])

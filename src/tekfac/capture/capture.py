@@ -29,6 +29,7 @@ from tekfac.capture.hooks import WHY_NOTHING_CAME, Arrival, ModelHooks
 from tekfac.capture.likelihood_of_loss import LikelihoodsOfLosses
 from tekfac.capture.measurement import FisherKind, Measurement
 from tekfac.capture.module_calls import ModuleCall, is_unclear, versions
+from tekfac.capture.output_layout import OutputLayout, found_layout, layer_with_samples_second
 from tekfac.capture.sample_axis import (
     InseparableError,
     SampleAxis,
@@ -329,8 +330,9 @@ class Capture:
 
     def _receive(self, arrival: Arrival) -> None:
         name, calls, outputs, gradient = arrival.awaited.name, arrival.calls, arrival.outputs, arrival.gradient
+        layout = self._layout(calls, outputs)
         if outputs.ndim:
-            outputs, gradient = (own.movedim(self._measurement.batch_dim, 0) for own in (outputs, gradient))
+            outputs, gradient = (layout.samples_first(own) for own in (outputs, gradient))
         likelihood = self.likelihoods.of(name, outputs, gradient, arrival.sort_of_loss)
         if not outputs.ndim:
             samples, calls = self._of_as_many_samples(calls)
@@ -360,7 +362,6 @@ class Capture:
             self._drawn(prediction, whole, outputs.device)  # later draws are as with more layers
         if not calls or not (num_terms or others):
             return
-        self._warn_of_other_samples(calls, outputs)
         # The last sample, since in a causal model with samples and positions mixed up it reaches most rows.
         probed = int(counted.any(dim=1).nonzero()[-1])
         axis = SampleAxis(len(outputs), probed, may_be_joined=fisher == "sampled")
@@ -371,7 +372,7 @@ class Capture:
             calls = [noted for noted in calls if will_come_by(noted.call)]
         unclear = self._samples_are_unclear(calls, outputs)
         descent = Descent(arrival.edge, [noted.call for noted in calls])
-        for noted in self._probed_clear(descent, arrival, axis) if unclear else calls:
+        for noted in self._probed_clear(descent, arrival, axis, layout) if unclear else calls:
             self._select_early(noted, len(outputs), selection, once=fisher == "empirical")
         passed = _Pass(
             source, calls, axis, num_terms, prediction.counted, arrival.awaited.real, selection, is_share
@@ -383,8 +384,26 @@ class Capture:
             arrival.join(others, passed)
             self._unfinished.append(passed)
         elif arrival.outputs.ndim:
-            self._send(descent, calls, self._vectors(fisher, prediction, gradient, whole))
+            vectors = self._vectors(fisher, prediction, gradient, whole)
+            self._send(descent, calls, map(layout.as_it_was, vectors))
             self._keep(passed)
+
+    def _layout(self, calls: Sequence[ModuleCall], outputs: Tensor) -> OutputLayout:
+        """Where a prediction has its samples; what speaks against an axis that was set is said once."""
+        axis = self._measurement.batch_dim
+        if axis == "auto":
+            return found_layout(calls, outputs)
+        layout = OutputLayout(axis)
+        if outputs.ndim:
+            turned = layout.samples_first(outputs)
+            other = layer_with_samples_second(calls, turned)
+            if other is not None:
+                self._warn_once(
+                    f"layer {other.watched.name!r} was called with {turned.shape[1]} samples, but the axis of "
+                    f"the model's outputs that is taken for the samples has {len(turned)}. If another one "
+                    "holds them (sequence-first outputs), say which: batch_dim=1"
+                )
+        return layout
 
     def _of_as_many_samples(self, calls: Sequence[ModuleCall]) -> tuple[int, list[ModuleCall]]:
         """How many samples most layers were called with, and their calls, where outputs are a lone number.
@@ -487,15 +506,16 @@ class Capture:
 
     def _send(self, descent: Descent, calls: Sequence[ModuleCall], vectors: Iterable[Tensor]) -> None:
         """Send vectors down to the calls."""
-        batch_dim = self._measurement.batch_dim
         with sending():
             for vector in vectors:
-                arrived = descent.send(vector.movedim(0, batch_dim))
+                arrived = descent.send(vector)
                 for noted, own in zip(calls, arrived, strict=True):
                     if any(part is not None for part in own):
                         noted.call.gradients.append(own)
 
-    def _probed_clear(self, descent: Descent, arrival: Arrival, axis: SampleAxis) -> list[ModuleCall]:
+    def _probed_clear(
+        self, descent: Descent, arrival: Arrival, axis: SampleAxis, layout: OutputLayout
+    ) -> list[ModuleCall]:
         """Send the gradient of one sample alone down to the calls; those that it shows to be clear.
 
         What arrives is kept where shapes leave several ways open, or tell otherwise than it does. Of the others
@@ -510,25 +530,29 @@ class Capture:
             and (layer := clear_layer(noted, samples)) is not None
             and times_called[layer.name] == 1
         ]
-        self._probe(descent, arrival, axis.probed, only_shares=hopeful)
+        probe = torch.zeros_like(arrival.gradient)
+        layout.samples_first(probe)[axis.probed] = layout.samples_first(arrival.gradient)[axis.probed]
+        self._probe(descent, arrival.calls, probe, axis.probed, only_shares=hopeful)
         clear = [noted for noted in hopeful if not is_elsewhere(noted.call.probe or ())]
         if len(clear) < len(hopeful):
-            self._probe(descent, arrival, axis.probed, only_shares=clear)
+            self._probe(descent, arrival.calls, probe, axis.probed, only_shares=clear)
         for noted in clear:
             noted.call.probe = None
         return clear
 
     def _probe(
-        self, descent: Descent, arrival: Arrival, probed: int, only_shares: Sequence[ModuleCall]
+        self,
+        descent: Descent,
+        calls: Sequence[ModuleCall],
+        probe: Tensor,
+        probed: int,
+        only_shares: Sequence[ModuleCall],
     ) -> None:
         """Send the gradient of one sample alone down to the calls; of some, take its share in its own rows."""
-        batch_dim = self._measurement.batch_dim
-        probe = torch.zeros_like(arrival.gradient)
-        probe.movedim(batch_dim, 0)[probed] = arrival.gradient.movedim(batch_dim, 0)[probed]
         for noted in only_shares:
             noted.call.take = partial(share_of_sample, sample=probed)
         with sending():
-            for noted, own in zip(arrival.calls, descent.send(probe), strict=True):
+            for noted, own in zip(calls, descent.send(probe), strict=True):
                 noted.call.probe = own
         for noted in only_shares:
             noted.call.take = None
@@ -668,18 +692,6 @@ class Capture:
         if len(set(names)) < len(names) or (outputs.ndim > 2 and not self._probed.issuperset(names)):
             return True
         return any(is_unclear(noted, len(outputs)) for noted in calls)
-
-    def _warn_of_other_samples(self, calls: Sequence[ModuleCall], outputs: Tensor) -> None:
-        """Say once if a module that knows its samples got as many as another axis of the outputs has."""
-        for noted in calls:
-            watched = noted.watched
-            known = watched.kind.num_samples(watched.module, noted.call.kept)
-            if known is not None and known != len(outputs) and known in outputs.shape[1:]:
-                self._warn_once(
-                    f"layer {watched.name!r} was called with {known} samples, but the axis of the model's "
-                    f"outputs that is taken for the samples has {len(outputs)}. If another one holds them "
-                    "(sequence-first outputs), say which: batch_dim=1"
-                )
 
     # -- words -----------------------------------------------------------------------------------------
 

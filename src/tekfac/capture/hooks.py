@@ -59,8 +59,9 @@ from tekfac.common.torch_internals import (
 from tekfac.layers.kinds.base import Call
 from tekfac.layers.kinds.replay import random_state
 from tekfac.layers.layer import Layer
+from tekfac.likelihoods import OutputShapeError
 
-NOT_CALLED, IN_EVAL_MODE, CALLED, NO_GRADIENT, RECEIVED = range(5)
+NOT_CALLED, IN_EVAL_MODE, CALLED, UNREADABLE, NO_GRADIENT, RECEIVED = range(6)
 """How far the passes of a step have come, on their way to statistics."""
 
 NOT_THERE = "its module was not called in model(x), or nothing that it gave led to the predictions."
@@ -68,6 +69,8 @@ WHY_NOTHING_CAME = {
     NOT_CALLED: "the model itself was not called (model(x), not its parts) with gradients enabled.",
     IN_EVAL_MODE: "the model was called in eval mode, not in training mode. Call model.train() first.",
     CALLED: NOT_THERE,
+    UNREADABLE: "there are no tensors of predictions in what the model returned, as far as could be seen. Let "
+    "it return them, or say where they are: outputs=lambda returned: ... .",
     NO_GRADIENT: "the tensor that predictions are read from got no gradient from the loss. It must be one that "
     "the model returned and the loss was taken of: choose it by outputs=... .",
     RECEIVED: NOT_THERE,
@@ -157,6 +160,7 @@ class ModelHooks:
         self._listener = weakref.ref(listener)
         self._likelihoods = likelihoods
         self._select = measurement.outputs
+        self._may_be_unreadable = measurement.fisher == "auto" and measurement.outputs is None
         self._padding_mask = measurement.padding_mask
         self._only_training = only_training
         self._eager = EagerForward()
@@ -279,7 +283,13 @@ class ModelHooks:
         self.progress = max(self.progress, CALLED)
         if self._only_training and not window.calls:
             return
-        predictions = selected_outputs(output, self._select)
+        try:
+            predictions = selected_outputs(output, self._select)
+        except OutputShapeError:
+            if not self._may_be_unreadable:
+                raise
+            self.progress = max(self.progress, UNREADABLE)
+            return
         self._likelihoods.check(predictions)
         self.progress = max(self.progress, NO_GRADIENT)
         if not self._only_training:
@@ -296,7 +306,7 @@ class ModelHooks:
         def at_prediction(gradient: Tensor | None) -> None:
             owner = hooks()
             if owner is not None and gradient is not None:
-                owner._arrived(waiting, gradient)
+                owner._arrived(waiting, gradient.detach())  # which has a graph where it is differentiated again
 
         if node is prediction.grad_fn:
             prediction.register_hook(at_prediction)  # type: ignore[no-untyped-call]

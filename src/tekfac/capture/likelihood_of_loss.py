@@ -36,7 +36,7 @@ KINDS: dict[str, type[Likelihood]] = {
 """What can be found, by the names that a saved state has."""
 
 RARELY = 1024
-"""Gradients between two looks at the loss, in the end; the first, second, fourth, ... are looked at, too."""
+"""Steps between two looks at the loss, in the end; it is looked at in the first, second, fourth, ..., too."""
 
 
 @dataclass(frozen=True)
@@ -44,16 +44,37 @@ class _Known:
     """Of one prediction.
 
     Attributes:
-        likelihood: that was found; None: nothing is known yet.
-        seen: gradients that have arrived.
+        likelihood: that was found in earlier steps; None: nothing is known yet.
+        seen: steps in which gradients have arrived.
+        here: whether some have in the present step.
+        now: the likelihood that was found in it, so far.
     """
 
     likelihood: Likelihood | None = None
     seen: int = 0
+    here: bool = False
+    now: Likelihood | None = None
+
+    def arrived(self) -> _Known:
+        """After a gradient."""
+        return self if self.here else replace(self, seen=self.seen + 1, here=True)
 
     def is_to_be_checked(self) -> bool:
-        """Whether the gradient that was just counted is to be looked at."""
+        """Whether the gradients of the present step are to be looked at."""
         return self.likelihood is None or self.seen & (self.seen - 1) == 0 or self.seen % RARELY == 0
+
+    def with_loss_of(self, found: Likelihood) -> _Known:
+        """After a look. A model that was called twice may have two losses, which are of no one likelihood."""
+        return replace(self, now=found if self.now in (None, found) else UNKNOWN)
+
+    @property
+    def latest(self) -> Likelihood | None:
+        """What was just found, or else is known."""
+        return self.now or self.likelihood
+
+    def after_step(self) -> _Known:
+        """What there is to go on from."""
+        return _Known(self.latest, self.seen)
 
 
 class LikelihoodsOfLosses:
@@ -123,8 +144,7 @@ class LikelihoodsOfLosses:
         Raises:
             OutputShapeError: where they do not have the shape that a likelihood which was set reads.
         """
-        before = self._known.get(name, _Known())
-        known = replace(before, seen=before.seen + 1)
+        known = self._known.get(name, _Known()).arrived()
         explicit = self.set_for(name)
         if explicit is not None and outputs.ndim:
             _require_shape(name, explicit, outputs)
@@ -132,20 +152,22 @@ class LikelihoodsOfLosses:
             finding = recognised(outputs, gradient, loss()) if outputs.ndim else Finding(UNKNOWN)
             finding = agreed(self._ranks.gather(finding))
             if finding.is_certain:
-                found = finding.likelihood or UNKNOWN
-                _tell(name, found, known.likelihood, explicit)
-                known = replace(known, likelihood=found)
+                known = known.with_loss_of(finding.likelihood or UNKNOWN)
         self._known[name] = known
-        return explicit or known.likelihood or UNKNOWN
+        return explicit or known.latest or UNKNOWN
 
     @property
     def found(self) -> dict[str, Likelihood]:
         """What is known so far, by the names of predictions: what was set, or else was found."""
-        both = {name: self.set_for(name) or known.likelihood for name, known in self._known.items()}
+        both = {name: self.set_for(name) or known.latest for name, known in self._known.items()}
         return {name: likelihood for name, likelihood in both.items() if likelihood is not None}
 
     def keep(self) -> None:
-        """What was seen so far stays seen."""
+        """What was seen so far stays seen; what it tells is said."""
+        for name, known in self._known.items():
+            if known.now is not None:
+                _tell(name, known.now, known.likelihood, self.set_for(name))
+        self._known = {name: known.after_step() for name, known in self._known.items()}
         self._before = dict(self._known)
 
     def roll_back(self) -> None:

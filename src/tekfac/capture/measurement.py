@@ -38,7 +38,8 @@ class Measurement:
             "gaussian", a tekfac.likelihoods.Likelihood, or a callable (outputs, generator) -> losses of drawn
             labels; or a mapping of names of predictions to such.
         loss_reduction: how the loss adds up its terms: "mean", "batchmean" or "sum".
-        batch_dim: the axis of the model's outputs that holds the samples.
+        batch_dim: the axis of the model's outputs that holds the samples; "auto", where it is taken: the first
+            one, or what layers show that know their samples.
         outputs: a function from what the model returns to its predictions, where that is not plain.
         padding_mask: the argument of the model, or a function of its arguments, that tells which positions are
             real; None: attention_mask and key padding masks are found.
@@ -53,7 +54,7 @@ class Measurement:
     fisher: FisherKind | Literal["auto"] = "sampled"
     likelihood: LikelihoodSetting = "categorical"
     loss_reduction: LossReduction = "mean"
-    batch_dim: int = 0
+    batch_dim: int | Literal["auto"] = 0
     outputs: OutputSelector | None = None
     padding_mask: PaddingMask | None = None
     max_dim: MaxDim = DEFAULT_MAX_DIM
@@ -63,12 +64,13 @@ class Measurement:
     seed: int | None = None
 
     fishers: ClassVar[tuple[str, ...]] = FISHER_KINDS
+    batch_dims: ClassVar[tuple[str, ...]] = ()
 
     def __post_init__(self) -> None:
         require_choice("fisher", self.fisher, self.fishers)
         require_likelihood(self.likelihood)
         require_choice("loss_reduction", self.loss_reduction, LOSS_REDUCTIONS)
-        require_axis("batch_dim", self.batch_dim)
+        require_axis("batch_dim", self.batch_dim, self.batch_dims)
         if self.outputs is not None and not callable(self.outputs):
             raise ValueError(
                 f"Invalid outputs: {self.outputs!r}. Expected a function from what the model returns to its "

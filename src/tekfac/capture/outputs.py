@@ -7,6 +7,7 @@ from dataclasses import fields, is_dataclass
 from typing import Any
 
 from torch import Tensor
+from torch.distributions import Distribution
 
 from tekfac.likelihoods import OutputShapeError
 
@@ -24,8 +25,8 @@ def find_outputs(returned: Any) -> dict[str, Tensor]:
 
     A tensor is itself, named "". Of tuples, lists, dicts and dataclasses, however nested, all tensors of
     numbers that have an axis are (or, where there is none, a lone number, which is a loss): named by their
-    places, keys and fields, as "scores" or "1.0". Where one is called "logits" only those are whose names end
-    so.
+    places, keys and fields, as "scores" or "1.0". So are those that a distribution, or an object of another
+    kind, has as attributes. Where one is called "logits" only those are whose names end so.
 
     Raises:
         OutputShapeError: if there is none.
@@ -83,3 +84,6 @@ def _parts(value: Any) -> Iterator[tuple[str, Any]]:
         yield from ((part.name, getattr(value, part.name)) for part in fields(value))
     elif isinstance(logits := getattr(value, LOGITS, None), Tensor):
         yield LOGITS, logits
+    else:
+        own = getattr(value, "__dict__", {}).items()
+        yield from ((name.lstrip("_"), part) for name, part in own if isinstance(part, Tensor | Distribution))

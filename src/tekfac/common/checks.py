@@ -35,10 +35,13 @@ def probably_meant(name: str, names: Sequence[str]) -> str:
     return f" Did you mean {near[0]!r}?" if near else ""
 
 
-def require_axis(name: str, value: Any) -> None:
-    """Raise ValueError for what cannot be an axis of the model's outputs."""
+def require_axis(name: str, value: Any, others: Sequence[str] = ()) -> None:
+    """Raise ValueError for what is neither an axis of the model's outputs nor one of some words."""
+    if isinstance(value, str) and value in others:
+        return
     if not isinstance(value, int) or isinstance(value, bool):
-        raise ValueError(f"Invalid {name}: {value!r}. Expected an axis of the model's outputs.")
+        words = "".join(f" or {other!r}" for other in others)
+        raise ValueError(f"Invalid {name}: {value!r}. Expected an axis of the model's outputs{words}.")
 
 
 def require_whole(name: str, value: Any, what: str) -> None:

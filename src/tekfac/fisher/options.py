@@ -36,6 +36,7 @@ class Options(Measurement):
 
     fisher: FisherKind = "exact"
     likelihood: LikelihoodSetting = "auto"
+    batch_dim: int = 0
     seed: int = 0
     layers: Iterable[str] | None = None
     loss: LossOfBatch | None = None

@@ -105,7 +105,7 @@ class NaturalGradient(Optimizer):
         statistics_samples: StatisticsSamples = "auto",
         likelihood: LikelihoodSetting = "auto",
         loss_reduction: LossReduction = "mean",
-        batch_dim: int = 0,
+        batch_dim: int | Literal["auto"] = "auto",
         outputs: OutputSelector | None = None,
         padding_mask: PaddingMask | None = None,
         max_dim: MaxDim = "auto",
@@ -181,7 +181,8 @@ class NaturalGradient(Optimizer):
                 tekfac.likelihoods.Likelihood, or a callable (outputs, generator) -> losses of drawn labels; or
                 a mapping of names of predictions to such.
             loss_reduction: how the loss adds up its terms: "mean", "batchmean" or "sum".
-            batch_dim: the axis of the model's outputs that holds the samples.
+            batch_dim: the axis of the model's outputs that holds the samples; "auto": the first one, or the
+                second one of sequence-first outputs, where layers that know their samples show it.
             outputs: a function from what the model returns to its prediction or predictions, where these are
                 not all that get a gradient.
             padding_mask: the argument of the model, or a function of its arguments, that tells which positions

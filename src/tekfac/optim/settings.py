@@ -74,6 +74,7 @@ class Settings(Measurement):
 
     fisher: FisherKind | Literal["auto"] = "auto"
     likelihood: LikelihoodSetting = "auto"
+    batch_dim: int | Literal["auto"] = "auto"
     max_dim: MaxDim = "auto"
     power: float = 0.5
     rescaling: Rescaling = "moving"
@@ -107,6 +108,7 @@ class Settings(Measurement):
     track_basis: bool = False
 
     fishers: ClassVar[tuple[str, ...]] = (*FISHER_KINDS, AUTO)
+    batch_dims: ClassVar[tuple[str, ...]] = (AUTO,)
 
     def __post_init__(self) -> None:
         super().__post_init__()
