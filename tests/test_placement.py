@@ -230,7 +230,7 @@ def test_a_message_takes_its_latency() -> None:
     assert quick is not None
     assert slow is not None
     assert slow.gradients - quick.gradients == 1
-    assert slow.bases - quick.bases == 6  # outcomes, values and vectors of two processes
+    assert slow.bases - quick.bases == 4  # outcomes and bases of two processes
     assert slow.passes is None
 
 

@@ -200,8 +200,8 @@ def _sent(
             old = _old_vectors(asked, part)
             there = _Decomposed(outcome, values, old if outcome == KEPT and old is not None else vectors)
         found[part] = there
-    ranks.share([one.values for one in found.values()], owner)
-    ranks.share([one.vectors for one in found.values() if one.outcome == NEW], owner)
+    vectors = [one.vectors for one in found.values() if one.outcome == NEW]
+    ranks.share([*(one.values for one in found.values()), *vectors], owner)
     return found
 
 

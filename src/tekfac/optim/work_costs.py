@@ -2,7 +2,8 @@
 
 What is added up goes round a ring, so that every process sends 2 (N - 1) / N of it; what is shared out reaches
 every process once. Gradients are added up as DistributedDataParallel does it. Nothing is taken to happen at the
-same time; calls of Python and torch, and what memory takes, are left out.
+same time; calls of Python and torch, and what memory takes, are left out. What measuring takes is counted as if
+all layers were measured in sums; of very large ones a few samples are, which takes less.
 """
 
 from __future__ import annotations

@@ -21,6 +21,9 @@ from tekfac.optim.schedule import FLOPS_OF_EIGENDECOMPOSITION, Intervals
 BYTES_OF_A_HEADER = 8
 """A float64 with the terms of a layer, or an int64 with what became of a part of a side."""
 
+MESSAGES = 2
+"""Of every process that decomposes something: what became of its parts, and the bases."""
+
 EVEN = 1.25
 """The dearest share over the mean up to which nothing better is looked for."""
 
@@ -226,7 +229,7 @@ def planned(
             may_cut=measures.may_cut,
         )
         longest += max(sum(part.size.cost for part in parts) for parts in dealt)
-        broadcasts += 3 * sum(map(bool, dealt))
+        broadcasts += MESSAGES * sum(map(bool, dealt))
         for parts, place in zip(dealt, owned, strict=True):
             place += map(OwnedPart.of, parts)
             bases += sum(
