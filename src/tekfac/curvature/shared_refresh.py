@@ -200,8 +200,8 @@ def _sent(
             old = _old_vectors(asked, part)
             there = _Decomposed(outcome, values, old if outcome == KEPT and old is not None else vectors)
         found[part] = there
-    vectors = [one.vectors for one in found.values() if one.outcome == NEW]
-    ranks.share([*(one.values for one in found.values()), *vectors], owner)
+    renewed = [one.vectors for one in found.values() if one.outcome == NEW]
+    ranks.share([*(one.values for one in found.values()), *renewed], owner)
     return found
 
 
