@@ -166,12 +166,15 @@ def page() -> str:
     header: tuple[str, ...] = ("network", "parameters", "settings", "curvature", "over the weights", "all")
     header += ("with AdamW", "over AdamW's", f"fits in {in_bytes(HELD)}", "a refresh, TFLOP")
     lines += [*table(header, rows), "", "## Work and messages, as it comes", ""]
+    lines += ["All layers at once, as on an accelerator; beside it the load where layers take turns.", ""]
     rows, seconds = [], []
     for name, network in NETWORKS.items():
         for ranks in RANKS:
             told = explained(network, ranks)
             work, costs = told.work, told.costs
+            by_turns = explained(network, ranks, turns=True).work
             assert work is not None
+            assert by_turns is not None
             assert costs is not None
             gradients = NUMBER * parameters_of(network)
             dearest = work.dearest
@@ -180,6 +183,7 @@ def page() -> str:
                     name,
                     f"{ranks}",
                     f"{work.balance:.2f}",
+                    f"{by_turns.balance:.2f}",
                     "–" if dearest is None else f"{dearest.block}",
                     in_bytes(work.sent.moments),
                     in_bytes(work.sent.bases),
@@ -205,7 +209,16 @@ def page() -> str:
                     f"{every(costs.refresh, step)}",
                 )
             )
-    header = ("network", "processes", "max/mean load", "largest block", "moments", "bases", "over the least")
+    header = (
+        "network",
+        "processes",
+        "max/mean load",
+        "by turns",
+        "largest block",
+        "moments",
+        "bases",
+        "over the least",
+    )
     header += ("per step", "of the gradients' bytes")
     lines += [*table(header, rows), "", "## Seconds, with the assumed rates", ""]
     header = (
