@@ -171,13 +171,14 @@ def costs_of(model: nn.Module, layers: Iterable[Layer], plan: WorkPlan, machine:
         share = 1.0 if machine.samples is None else min(1.0, SUMS * IN_A_SUM / (machine.samples * ranks))
         measure += share * WEIGHTS_OF_A_PASS * machine.step_flops
     together = ranks > 1
+    added_up = together * plan.turns * (4 if plan.sent.theta else 2)  # in every turn counts of terms, then sums
     return StepCosts(
         passes=None if machine.step_flops is None else machine.step_flops / machine.flops,
         gradients=around * gradients / machine.link + together * machine.latency,
         precondition=precondition / machine.flops,
         measure=measure / machine.flops,
         decompose=plan.longest / (machine.eigh_flops or machine.flops),
-        moments=around * (plan.sent.moments + plan.sent.theta) / machine.link + together * 2 * machine.latency,
+        moments=around * (plan.sent.moments + plan.sent.theta) / machine.link + added_up * machine.latency,
         bases=plan.sent.bases / machine.link + plan.broadcasts * machine.latency,
         factors_every=plan.intervals.factors,
         basis_every=plan.intervals.basis,
