@@ -62,6 +62,7 @@ CASES: dict[str, Case] = {
     "exact": Case(step="natural", settings={"fisher": "exact"}),
     "some samples": Case(step="natural", settings={"fisher": "empirical", "statistics_samples": 5}),
     "by turns": Case(settings={"turns": True, "factors_every": 2, "basis_every": 2}),
+    "blocks, dealt out one by one": Case(settings={"max_dim": 3}),
     "blocks and tolerance": Case(settings={"max_dim": 3, "basis_tolerance": 0.3}),
     "the inner module": Case(wraps_first=False),
     "norms": Case(settings={"precondition_norms": True}),

@@ -255,6 +255,30 @@ def test_the_command_says_what_is_wrong(network: Path, capsys: pytest.CaptureFix
     assert "Did you mean 'make'?" in capsys.readouterr().err
 
 
+def test_the_command_tells_the_work_of_several_processes(capsys: pytest.CaptureFixture[str]) -> None:
+    command = ["explain", "--model", "resnet20-he", "--channels", "3", "--classes", "10", "--size", "32"]
+    rates = ["--flops", "1e12", "--link", "10", "--batch", "4"]
+    assert main([*command, "--ranks", "4", *rates]) == 0
+    printed = capsys.readouterr().out
+    assert "A refresh by 4 processes:" in printed
+    assert "Max/mean load 1.0" in printed
+    assert "The mean step takes 1." in printed
+    assert main([*command, "--ranks", "4", *rates, "--json"]) == 0
+    data = json.loads(capsys.readouterr().out)
+    assert len(data["work"]["owned"]) == 4
+    assert data["costs"]["passes"] == pytest.approx(4 * 3 * 2 * 41e6 / 1e12, rel=0.05)  # 41 million products
+
+
+def test_the_command_needs_both_rates_and_the_size_of_images(
+    network: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = ["explain", "--model", f"{network}:make"]
+    assert main([*command, "--flops", "1e12"]) == 1
+    assert "Add --flops RATE and --link GB/S" in capsys.readouterr().err
+    assert main([*command, "--flops", "1e12", "--link", "1", "--batch", "3"]) == 1
+    assert "Add --channels and --size" in capsys.readouterr().err
+
+
 def test_the_command_needs_torch_alone(network: Path) -> None:
     """No extra is imported for it."""
     code = (

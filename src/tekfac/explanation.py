@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, TextIO
 
 from torch import nn
 
 from tekfac import methods
+from tekfac.common.checks import require_whole
+from tekfac.common.tables import aligned, in_bytes, in_flops
 from tekfac.layers import side_forms
 from tekfac.layers.inventory import Inventory, take_inventory
 from tekfac.layers.layer import Layer
 from tekfac.layers.names import named_parameters
 from tekfac.layers.registry import kind_of
 from tekfac.optim.param_groups import left_to_first_order, resolved_groups
-from tekfac.optim.schedule import FLOPS_OF_EIGENDECOMPOSITION
-from tekfac.optim.settings import resolve
+from tekfac.optim.schedule import FLOPS_OF_EIGENDECOMPOSITION, Intervals, Schedule
+from tekfac.optim.settings import Settings, resolve
+from tekfac.optim.work_costs import Machine, StepCosts, costs_of
+from tekfac.optim.work_plan import Measures, WorkPlan, planned
 
 HEADER = ("layer", "module", "block", "inputs", "outputs", "parameters", "memory", "refresh")
 
@@ -75,12 +79,16 @@ class Explanation:
         layers: those that are preconditioned.
         first_order: the parameters that are not.
         first_order_step: what moves these.
+        work: who decomposes what, and what is sent, by several processes; None: one process was asked for.
+        costs: seconds of a step by counting; None: no rates were given.
     """
 
     method: str
     layers: tuple[LayerPlan, ...]
     first_order: tuple[FirstOrder, ...]
     first_order_step: str
+    work: WorkPlan | None = None
+    costs: StepCosts | None = None
 
     @property
     def trained(self) -> tuple[LayerPlan, ...]:
@@ -111,7 +119,7 @@ class Explanation:
     def __repr__(self) -> str:
         return (
             f"Explanation({self.method}: {len(self.layers)} layers with {self.share:.0%} of the parameters, "
-            f"{_bytes(self.memory)} of curvature)"
+            f"{in_bytes(self.memory)} of curvature)"
         )
 
     def __str__(self) -> str:
@@ -123,13 +131,22 @@ class Explanation:
                 layer.inputs,
                 layer.outputs,
                 f"{layer.parameters:,}",
-                _bytes(layer.memory),
-                _flops(layer.refresh_flops),
+                in_bytes(layer.memory),
+                in_flops(layer.refresh_flops),
             )
             for layer in self.layers
         ]
-        total = ("", "", "", "", "", f"{self.parameters:,}", _bytes(self.memory), _flops(self.refresh_flops))
-        lines = _aligned([HEADER, *rows, total], right_from=5)
+        total = (
+            "",
+            "",
+            "",
+            "",
+            "",
+            f"{self.parameters:,}",
+            in_bytes(self.memory),
+            in_flops(self.refresh_flops),
+        )
+        lines = aligned([HEADER, *rows, total], right_from=5)
         lines.insert(-1, "-" * max(map(len, lines)))
         covers = f"{len(self.trained)} layer(s), {self.share:.0%} of the trainable parameters"
         lines.append(f"{self.method} preconditions {covers}.")
@@ -138,18 +155,32 @@ class Explanation:
                 (f"  {p.name}", f"{p.parameters:,}", f"frozen; {p.reason}" if p.frozen else p.reason)
                 for p in self.first_order
             ]
-            lines += ["", f"By {self.first_order_step}, on the raw gradient:", *_aligned(others, right_from=3)]
+            lines += ["", f"By {self.first_order_step}, on the raw gradient:", *aligned(others, right_from=3)]
+        for more in (self.work, self.costs):
+            lines += [] if more is None else ["", str(more)]
         return "\n".join(lines)
 
 
 def explain(
-    model: nn.Module, *, method: str = "tekfac", file: TextIO | None = sys.stdout, **settings: Any
+    model: nn.Module,
+    *,
+    method: str = "tekfac",
+    ranks: int = 1,
+    machine: Mapping[str, float] | None = None,
+    file: TextIO | None = sys.stdout,
+    **settings: Any,
 ) -> Explanation:
     """Print what an optimizer will do with a model, layer by layer.
 
     Args:
         model: the model, as the optimizer would get it.
         method: "kfac", "ekfac", "tkfac" or "tekfac".
+        ranks: of several processes under DistributedDataParallel also who decomposes what, and what is sent.
+            With turns="auto" that is told for all layers at once.
+        machine: rates, for seconds of a step by counting. "flops", operations per second of one process, and
+            "link", bytes per second that each can send, are needed; "eigh_flops", operations per second of
+            decompositions (else like others), "latency", seconds of a message, "step_flops", operations of a
+            forward and backward pass of one process, and "samples" in it are not.
         file: where to print; None: nowhere.
         settings: keywords of the optimizer, as it would get them (`max_dim`, `first_order`, ...).
 
@@ -158,10 +189,12 @@ def explain(
 
     Raises:
         TypeError: for something that is no model, and for keywords that do not exist.
-        ValueError: for settings that do not fit.
+        ValueError: for settings and rates that do not fit.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"explain needs a model (nn.Module), got {type(model).__name__}.")
+    require_whole("ranks", ranks, "of processes, at least 1")
+    rates = None if machine is None else Machine.of(machine)
     chosen = methods.named(method)
     resolved = resolve(chosen, settings)
     groups = resolved_groups(model, resolved.param_groups)
@@ -173,6 +206,7 @@ def explain(
         resolved.curvature_dtype,
         norms=resolved.precondition_norms,
     )
+    work = _work(inventory, chosen, resolved, ranks) if ranks > 1 or rates is not None else None
     explanation = Explanation(
         chosen.name,
         tuple(
@@ -181,10 +215,28 @@ def explain(
         ),
         tuple(_first_order(model, inventory)),
         {"adamw": "AdamW", "sgd": "momentum SGD"}[resolved.first_order_step],
+        work if ranks > 1 else None,
+        None if rates is None or work is None else costs_of(model, inventory.layers.values(), work, rates),
     )
     if file is not None:
         print(explanation, file=file)
     return explanation
+
+
+def _work(inventory: Inventory, method: methods.Method, settings: Settings, ranks: int) -> WorkPlan:
+    """Of several processes; frozen layers have no part in it."""
+    layers = {name: own for name, own in inventory.layers.items() if own.weight.requires_grad}
+    rescaling = method.rescaling.measured and not settings.is_moving
+    intervals = Intervals(
+        settings.factors_every, settings.basis_every, settings.rescaling_every if rescaling else None
+    )
+    turns = Schedule(intervals, layers, by_turns=settings.turns is True).turns
+    measures = Measures(
+        intervals,
+        counts_inputs=not method.factors.trace_restricted,
+        may_cut=not settings.basis_tolerance and not settings.track_basis,
+    )
+    return planned(list(layers.values()), turns, ranks, measures)
 
 
 def _plan(layer: Layer, *, entrywise: bool, moving: bool) -> LayerPlan:
@@ -246,24 +298,3 @@ def _first_order(model: nn.Module, inventory: Inventory) -> Iterable[FirstOrder]
             reason = f"{type(holder).__name__} has no block"
             reason += " of it" if kind_of(holder) is not None else " (tekfac.register_layer can give it one)"
         yield FirstOrder(name, parameter.numel(), reason, not parameter.requires_grad)
-
-
-def _aligned(rows: Sequence[Sequence[str]], right_from: int) -> list[str]:
-    """Rows as lines with columns below one another; numbers, from that column on, to the right."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    cells = [f"{{:{'>' if index >= right_from else '<'}{width}}}" for index, width in enumerate(widths)]
-    return ["  ".join(cells).format(*row).rstrip() for row in rows]
-
-
-def _bytes(count: int) -> str:
-    for size, unit in ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
-        if count >= size:
-            return f"{count / size:.1f} {unit}"
-    return f"{count} B"
-
-
-def _flops(count: int) -> str:
-    for size, unit in ((1e12, "TFLOP"), (1e9, "GFLOP"), (1e6, "MFLOP")):
-        if count >= size:
-            return f"{count / size:.3g} {unit}"
-    return "< 1 MFLOP" if count else "-"

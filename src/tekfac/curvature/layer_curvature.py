@@ -55,6 +55,11 @@ class Recipe:
     basis_tolerance: float = 0.0
     track_basis: bool = False
 
+    @property
+    def decomposes_anew(self) -> bool:
+        """Whether no basis is kept or improved, which a look at the whole side would decide."""
+        return not self.basis_tolerance and not self.track_basis
+
     def past_factors(self, age: int) -> float:
         """The weight of moments that are so many steps old."""
         return self.factor_decay ** self._counted(age)

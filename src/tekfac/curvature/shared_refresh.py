@@ -2,8 +2,8 @@
 
 All layers' refreshes go on side by side, one step at a time (layer_curvature.refreshing). What they ask for in
 a step is answered for all of them at once, with few messages: the sums over samples, which are linear in the
-data, are added; the sides to be decomposed are dealt out by cost, the dearest first, and what comes of them is
-sent to all. So every process has the same curvature, to the last bit, and does a part of the work.
+data, are added; the sides to be decomposed are dealt out by cost (placement.py), and what comes of them is sent
+to all. So every process has the same curvature, to the last bit, and does a part of the work.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tekfac.common.balance import balanced
 from tekfac.common.phases import Phase
 from tekfac.curvature import symmetric
 from tekfac.curvature.eigenbasis import Eigenbasis, decompose_side
@@ -28,16 +27,14 @@ from tekfac.curvature.layer_curvature import (
     Recipe,
     refreshing,
 )
+from tekfac.curvature.placement import Part, Side, SideSize, placed
 from tekfac.curvature.symmetric import DecompositionError
 from tekfac.layers.batch import CapturedBatch, FormedBatch
 from tekfac.layers.layer import Layer
 from tekfac.ranks.group import Ranks
 
-Side = tuple[str, int]
-"""The input side of a layer, 0, or its output side, 1."""
-
 KEPT, NEW, FAILED = range(3)
-"""What became of a side."""
+"""What became of a side, or of a part of it."""
 
 
 def refreshed_by_all(
@@ -102,33 +99,29 @@ def _added(
 
 @dataclass(frozen=True)
 class _Parcels:
-    """Sums as they are sent: of symmetric ones a triangle.
+    """Sums as they are sent: of symmetric ones the triangles of their blocks.
 
     Attributes:
         tensors: what is sent.
-        triangles: of each, the size of the matrix that it is a triangle of; 0: it is none.
+        shapes: of the sides that the first of them are triangles of.
     """
 
     tensors: Sequence[Tensor]
-    triangles: Sequence[int]
+    shapes: Sequence[torch.Size]
 
     def unpacked(self, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """The sums again."""
-        pairs = zip(tensors, self.triangles, strict=True)
-        return tuple(_whole(tensor, size) if size else tensor for tensor, size in pairs)
+        sides = [symmetric.of_triangles(*pair) for pair in zip(tensors, self.shapes, strict=False)]
+        return (*sides, *tensors[len(sides) :])
 
 
 def _packed(own: Addends, layer: Layer, recipe: Recipe) -> _Parcels:
     """Sums, or zeros like them where nothing was seen here."""
     sums = own.sums or _nothing(layer, recipe)
     if len(sums) == 1:  # squares in the eigenbasis
-        return _Parcels(sums, [0])
-    tensors, triangles = [], []
-    for tensor in sums:
-        is_whole = tensor.ndim == 3 and tensor.shape[-1] == tensor.shape[-2] > 1
-        tensors.append(_triangle(tensor) if is_whole else tensor)
-        triangles.append(tensor.shape[-1] if is_whole else 0)
-    return _Parcels(tensors, triangles)
+        return _Parcels(sums, ())
+    sides, counts = sums[:2], sums[2:]
+    return _Parcels([*map(symmetric.triangles, sides), *counts], [side.shape for side in sides])
 
 
 def _nothing(layer: Layer, recipe: Recipe) -> tuple[Tensor, ...]:
@@ -139,92 +132,110 @@ def _nothing(layer: Layer, recipe: Recipe) -> tuple[Tensor, ...]:
     return tuple(own for own in sums if own is not None)
 
 
-def _triangle(matrix: Tensor) -> Tensor:
-    """The upper triangle of symmetric matrices [G, d, d]: [G, d (d + 1) / 2]."""
-    rows, columns = torch.triu_indices(*matrix.shape[-2:], device=matrix.device)
-    return matrix[:, rows, columns]
-
-
-def _whole(triangle: Tensor, size: int) -> Tensor:
-    rows, columns = torch.triu_indices(size, size, device=triangle.device)
-    matrix = triangle.new_empty(len(triangle), size, size)
-    matrix[:, rows, columns] = triangle
-    matrix[:, columns, rows] = triangle
-    return matrix
-
-
 # -- decompositions --------------------------------------------------------------------------------------
 
 
 def _decomposed(
     asked: Mapping[str, Decomposition], recipe: Recipe, ranks: Ranks
 ) -> dict[str, Eigenbasis | None]:
-    """The eigenbasis of every layer's factors, each side decomposed by one process."""
+    """The eigenbasis of every layer's factors, each part of a side decomposed by one process."""
     if not asked:
         return {}
     with Phase("eigh"):
-        costs = {(name, place): _cost(own.factors[place]) for name, own in asked.items() for place in (0, 1)}
-        dealt = balanced(costs, ranks.count)
-        found = {side: _own_side(asked, side, recipe) for side in dealt[ranks.index]}
-        for owner, sides in enumerate(dealt):
-            found |= _sent(asked, sides, found if owner == ranks.index else {}, owner, ranks)
-    return {name: _joined(own, found[name, 0], found[name, 1]) for name, own in asked.items()}
-
-
-def _cost(factor: Tensor) -> int:
-    """Of a decomposition: d b^2."""
-    return factor.numel() * factor.shape[-1]
+        sizes = {
+            (name, place): SideSize(*symmetric.in_blocks(own.factors[place]).shape)
+            for name, own in asked.items()
+            for place in (0, 1)
+        }
+        dealt = placed(sizes, ranks.count, may_cut=recipe.decomposes_anew)
+        found = {part: _own_part(asked, part, recipe) for part in dealt[ranks.index]}
+        for owner, parts in enumerate(dealt):
+            found |= _sent(asked, parts, found if owner == ranks.index else {}, owner, ranks)
+    sides: dict[Side, list[tuple[Part, _Decomposed]]] = {side: [] for side in sizes}
+    for part, one in found.items():
+        sides[part.side].append((part, one))
+    return {
+        name: _joined(own, *(_put_together(own.factors[place], sides[name, place]) for place in (0, 1)))
+        for name, own in asked.items()
+    }
 
 
 @dataclass(frozen=True)
-class _DecomposedSide:
+class _Decomposed:
+    """A side, or a part of one."""
+
     outcome: int
     values: Tensor
     vectors: Tensor
 
 
-def _own_side(asked: Mapping[str, Decomposition], side: Side, recipe: Recipe) -> _DecomposedSide:
-    name, place = side
-    factor, old = asked[name].factors[place], _old_vectors(asked[name], place)
+def _own_part(asked: Mapping[str, Decomposition], part: Part, recipe: Recipe) -> _Decomposed:
+    factor, old = _factor(asked, part), _old_vectors(asked, part)
     try:
         values, vectors = decompose_side(factor, old, recipe.basis_tolerance, recipe.track_basis)
     except DecompositionError:
-        return _DecomposedSide(FAILED, *symmetric.axes(factor))
+        return _Decomposed(FAILED, *symmetric.axes(factor))
     if vectors is old:
-        return _DecomposedSide(KEPT, values, vectors)
-    return _DecomposedSide(NEW, values, vectors.contiguous())  # as others get them: products round alike
+        return _Decomposed(KEPT, values, vectors)
+    return _Decomposed(NEW, values, vectors.contiguous())  # as others get them: products round alike
 
 
 def _sent(
     asked: Mapping[str, Decomposition],
-    sides: Sequence[Side],
-    own: Mapping[Side, _DecomposedSide],
+    parts: Sequence[Part],
+    own: Mapping[Part, _Decomposed],
     owner: int,
     ranks: Ranks,
-) -> dict[Side, _DecomposedSide]:
-    """The sides of one process, in all of them; vectors that were kept are not sent."""
-    if not sides:
+) -> dict[Part, _Decomposed]:
+    """The parts of one process, in all of them; vectors that were kept are not sent."""
+    if not parts:
         return {}
-    outcomes = torch.tensor([own[side].outcome if own else NEW for side in sides])
+    outcomes = torch.tensor([own[part].outcome if own else NEW for part in parts])
     ranks.share([outcomes], owner)
     found = {}
-    for (name, place), outcome in zip(sides, outcomes.tolist(), strict=True):
-        there = own.get((name, place))
+    for part, outcome in zip(parts, outcomes.tolist(), strict=True):
+        there = own.get(part)
         if there is None:
-            values, vectors = map(torch.empty_like, symmetric.axes(asked[name].factors[place]))
-            old = _old_vectors(asked[name], place)
-            there = _DecomposedSide(outcome, values, old if outcome == KEPT and old is not None else vectors)
-        found[name, place] = there
-    ranks.share([one.values for one in found.values()], owner)
-    ranks.share([one.vectors for one in found.values() if one.outcome == NEW], owner)
+            values, vectors = map(torch.empty_like, symmetric.axes(_factor(asked, part)))
+            old = _old_vectors(asked, part)
+            there = _Decomposed(outcome, values, old if outcome == KEPT and old is not None else vectors)
+        found[part] = there
+    renewed = [one.vectors for one in found.values() if one.outcome == NEW]
+    ranks.share([*(one.values for one in found.values()), *renewed], owner)
     return found
 
 
-def _old_vectors(asked: Decomposition, place: int) -> Tensor | None:
-    return None if asked.before is None else asked.before[place]
+def _factor(asked: Mapping[str, Decomposition], part: Part) -> Tensor:
+    """What is decomposed: a part of a side, [g, d, b], or the side in its own form."""
+    name, place = part.side
+    return symmetric.part(asked[name].factors[place], part.groups, part.rows)
 
 
-def _joined(asked: Decomposition, inputs: _DecomposedSide, outputs: _DecomposedSide) -> Eigenbasis | None:
+def _old_vectors(asked: Mapping[str, Decomposition], part: Part) -> Tensor | None:
+    """Of a side that is not cut, the vectors so far."""
+    name, place = part.side
+    before = asked[name].before
+    if before is None:
+        return None
+    old = before[place]
+    return symmetric.part(old, part.groups, part.rows)
+
+
+def _put_together(factor: Tensor, parts: Sequence[tuple[Part, _Decomposed]]) -> _Decomposed:
+    """A side of its parts."""
+    if len(parts) == 1:
+        return parts[0][1]
+    vectors = torch.zeros_like(factor, memory_format=torch.contiguous_format)
+    rows_of_vectors = symmetric.in_blocks(vectors)
+    values = factor.new_empty(rows_of_vectors.shape[:2])
+    for part, one in parts:
+        groups, rows = slice(*part.groups), slice(*part.rows)
+        values[groups, rows] = one.values
+        rows_of_vectors[groups, rows, : part.size.block] = one.vectors
+    return _Decomposed(max(one.outcome for _, one in parts), values, vectors)
+
+
+def _joined(asked: Decomposition, inputs: _Decomposed, outputs: _Decomposed) -> Eigenbasis | None:
     """Both sides as a basis; None if one has failed."""
     if FAILED in (inputs.outcome, outputs.outcome):
         return None

@@ -173,6 +173,31 @@ def diagonal_of(matrix: Tensor) -> Tensor:
     return _to_blocks(matrix).diagonal(dim1=-2, dim2=-1).flatten(1)[:, :dim]
 
 
+def part(matrix: Tensor, groups: tuple[int, int], rows: tuple[int, int]) -> Tensor:
+    """Whole blocks of a side, [g, d, b], the first and the end of its groups and rows given; all: as it is."""
+    sides = in_blocks(matrix)
+    if (groups, rows) == ((0, sides.shape[0]), (0, sides.shape[1])):
+        return matrix
+    return sides[slice(*groups), slice(*rows), : rows[1] - rows[0]]
+
+
+def triangles(matrix: Tensor) -> Tensor:
+    """The upper triangles of a side's blocks, [G n, b (b + 1) / 2]."""
+    blocks = _to_blocks(in_blocks(matrix)).flatten(0, 1)
+    rows, columns = torch.triu_indices(*blocks.shape[1:], device=matrix.device)
+    return blocks[:, rows, columns]
+
+
+def of_triangles(upper: Tensor, shape: torch.Size) -> Tensor:
+    """The side, in the form that its shape tells, whose triangles these are."""
+    size, dim = shape[-1], math.prod(shape[1:-1])
+    rows, columns = torch.triu_indices(size, size, device=upper.device)
+    blocks = upper.new_empty(len(upper), size, size)
+    blocks[:, rows, columns] = upper
+    blocks[:, columns, rows] = upper
+    return _to_rows(blocks.view(shape[0], -1, size, size), dim).view(shape)
+
+
 # -- decomposing ---------------------------------------------------------------------------------------
 
 
