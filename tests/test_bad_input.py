@@ -162,7 +162,7 @@ def test_an_output_without_logits_is_refused_with_its_keys() -> None:
             return {"scores": self.layer(x).tolist(), "features": None}
 
     model = Keyed().double()
-    optimizer = TEKFAC(model)
+    optimizer = TEKFAC.natural(model)
     with pytest.raises(OutputShapeError, match=r"\['scores', 'features'\].*outputs="):
         model(vectors(1)[0][0])
     assert optimizer.num_steps == 0

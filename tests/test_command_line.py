@@ -30,7 +30,10 @@ NOTHING_UNLESS_GIVEN = {
     "data": set(),
     "fisher": {"--state", "--model-option", "--channels", "--classes", "--size"},
     "bench": set(),
-    "explain": {"--model", "--first-order", "--model-option", "--channels", "--classes", "--size"},
+    "explain": {
+        *("--model", "--first-order", "--model-option", "--channels", "--classes", "--size"),
+        *("--link", "--flops", "--batch"),
+    },
 }
 """Options that take a value and have none by default."""
 

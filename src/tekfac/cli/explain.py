@@ -50,7 +50,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     several.add_argument("--flops", type=float, metavar="RATE", help=told)
     told = "the same of decompositions, which are slower (default: --flops)"
     several.add_argument("--eigh-flops", type=float, metavar="RATE", help=told)
-    several.add_argument("--latency", type=float, default=0.0, metavar="S", help="seconds of a message")
+    several.add_argument("--latency", type=float, default=0, metavar="S", help="seconds of a message")
     told = "images of one process in a step: counts the operations of its passes, with --size and --channels"
     several.add_argument("--batch", type=positive, metavar="N", help=told)
     parser.add_argument("--json", action="store_true", help="the same as JSON")
