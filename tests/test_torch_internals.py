@@ -18,7 +18,7 @@ SOURCE = Path(tekfac.__file__).parent
 PRIVATE = re.compile(
     r"torch\._(?!_version__)\w+"  # torch._C, torch._foreach_...
     r"|\._(?:version|parameters|modules|buffers|orig_mod|compiled_call_impl|sequence_nr|C)\b"
-    r"|_torchdynamo\w*|\"_orig_mod|\w+Backward0"
+    r"|_get_fsdp_state|_fsdp_param_group|_unsharded_param|_torchdynamo\w*|\"_orig_mod|\w+Backward0"
 )
 
 

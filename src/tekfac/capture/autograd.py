@@ -72,7 +72,7 @@ def accumulates(calls: Sequence[ModuleCall]) -> bool | None:
     Adversarial examples and gradient penalties differentiate by inputs alone: nothing to measure there. None
     for autograd.grad(loss, parameters), which collects gradients in another way.
     """
-    weights = (layer.weight for noted in calls for layer in noted.watched.layers.values())
+    weights = (weight for noted in calls for weight in noted.weights)
     try:
         return any(will_run(get_gradient_edge(weight).node) for weight in weights if weight.requires_grad)
     except RuntimeError:

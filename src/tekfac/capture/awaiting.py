@@ -120,7 +120,7 @@ def _calls_below(node: Any, calls: Sequence[ModuleCall]) -> list[ModuleCall]:
     for noted in calls:
         edges = [edge_below(node, edge) for edge in noted.call.edges]
         if any(edge is not None for edge in edges):
-            found.append(ModuleCall(noted.watched, replace(noted.call, edges=edges, gradients=[])))
+            found.append(replace(noted, call=replace(noted.call, edges=edges, gradients=[])))
     return found
 
 

@@ -57,6 +57,7 @@ from tekfac.layers.kinds.norm import UnitKind
 from tekfac.layers.layer import Layer
 from tekfac.likelihoods import Gaussian, Likelihood, OutputShapeError, Prediction, Unknown
 from tekfac.ranks.group import ALONE, Ranks
+from tekfac.ranks.shards import own_part, whole_modules
 from tekfac.ranks.whole_batch import WholeBatch
 
 logger = logging.getLogger("tekfac")
@@ -299,7 +300,10 @@ class Capture:
         ):
             return
         gradients = (p.grad for layer in self._layers.values() for p in layer.parameters)
-        if all(gradient is None or not bool(gradient.any()) for gradient in gradients):
+        are_gone = all(gradient is None or not bool(own_part(gradient).any()) for gradient in gradients)
+        if self._hooks.is_sharded:
+            are_gone = all(self._ranks.gather(are_gone and not self._hooks.gradients_are_held_back()))
+        if are_gone:
             self.roll_back()
 
     # -- told by the hooks -----------------------------------------------------------------------------
@@ -360,33 +364,39 @@ class Capture:
         whole = WholeBatch.of(counted, self._ranks)
         if fisher == "sampled" and whole.terms and not (calls and num_terms):
             self._drawn(prediction, whole, outputs.device)  # later draws are as with more layers
-        if not calls or not (num_terms or others):
-            return
-        # The last sample, since in a causal model with samples and positions mixed up it reaches most rows.
-        probed = int(counted.any(dim=1).nonzero()[-1])
-        axis = SampleAxis(len(outputs), probed, may_be_joined=fisher == "sampled")
-        selection = Selection(self._statistics_samples, whole, self.choosing)
-        is_share = fisher == "empirical" and self._measurement.loss_reduction != "sum"
-        comes_by = fisher == "empirical" and arrival.adds_up is not False and self._is_joint
+        measures = bool(calls) and bool(num_terms or others)
         if others:
             calls = [noted for noted in calls if will_come_by(noted.call)]
-        unclear = self._samples_are_unclear(calls, outputs)
+        unclear = measures and self._samples_are_unclear(calls, outputs)
         descent = Descent(arrival.edge, [noted.call for noted in calls])
-        for noted in self._probed_clear(descent, arrival, axis, layout) if unclear else calls:
-            self._select_early(noted, len(outputs), selection, once=fisher == "empirical")
-        passed = _Pass(
-            source, calls, axis, num_terms, prediction.counted, arrival.awaited.real, selection, is_share
-        )
-        if comes_by and (others or descent.will_run()):
-            for noted in calls:
-                settle(noted)
-            descent.wait(arrival.gradient)
-            arrival.join(others, passed)
-            self._unfinished.append(passed)
-        elif arrival.outputs.ndim:
-            vectors = self._vectors(fisher, prediction, gradient, whole)
-            self._send(descent, calls, map(layout.as_it_was, vectors))
-            self._keep(passed)
+        comes_by = fisher == "empirical" and arrival.adds_up is not False and self._is_joint
+        waits = comes_by and (bool(others) or descent.will_run())
+        with self._hooks.sharding_held_off(self._ranks, needed=measures and (unclear or not waits)):
+            if not measures:
+                return
+            # The last sample, since in a causal model with samples and positions mixed up it reaches most rows.
+            probed = int(counted.any(dim=1).nonzero()[-1])
+            axis = SampleAxis(len(outputs), probed, may_be_joined=fisher == "sampled")
+            selection = Selection(self._statistics_samples, whole, self.choosing)
+            is_share = fisher == "empirical" and self._measurement.loss_reduction != "sum"
+            real = arrival.awaited.real
+            passed = _Pass(source, calls, axis, num_terms, prediction.counted, real, selection, is_share)
+            for noted in self._probed_clear(descent, arrival, axis, layout) if unclear else calls:
+                self._select_early(noted, len(outputs), selection, once=fisher == "empirical")
+            if waits:
+                self._wait(descent, arrival, others, passed)
+            elif arrival.outputs.ndim:
+                vectors = self._vectors(fisher, prediction, gradient, whole)
+                self._send(descent, calls, map(layout.as_it_was, vectors))
+                self._keep(passed)
+
+    def _wait(self, descent: Descent, arrival: Arrival, others: Sequence[str], passed: _Pass) -> None:
+        """Let the user's own pass leave its gradients at the calls."""
+        for noted in passed.calls:
+            settle(noted)
+        descent.wait(arrival.gradient)
+        arrival.join(others, passed)
+        self._unfinished.append(passed)
 
     def _layout(self, calls: Sequence[ModuleCall], outputs: Tensor) -> OutputLayout:
         """Where a prediction has its samples; what speaks against an axis that was set is said once."""
@@ -562,7 +572,7 @@ class Capture:
     def _finish(self) -> None:
         """Keep what the user's own backward passes have left at the calls."""
         passes, self._unfinished = self._unfinished, []
-        with self._timed():
+        with self._timed(), whole_modules(self._repeated() if self.armed else ()):
             for passed in passes:
                 for noted in passed.calls:
                     vectors = noted.call.gradients
@@ -572,6 +582,11 @@ class Capture:
                 except Exception:
                     self.roll_back()
                     raise
+
+    def _repeated(self) -> list[nn.Module]:
+        """The modules whose calls are computed once more, by their parameters."""
+        uses = (use for layer in self._layers.values() for use in layer.uses)
+        return list(dict.fromkeys(use.module for use in uses if use.kind.repeats(use.module)))
 
     def _keep(self, passed: _Pass) -> None:
         """Join the applications of each layer's parameters to a batch."""

@@ -51,15 +51,19 @@ from tekfac.capture.padding import real_positions
 from tekfac.common.phases import Phase
 from tekfac.common.precision import without_autocast
 from tekfac.common.torch_internals import (
+    held_back,
     never_compiled,
     roots_of_running_pass,
     running_node,
     running_pass,
+    sharding_held_off,
 )
 from tekfac.layers.kinds.base import Call
 from tekfac.layers.kinds.replay import random_state
 from tekfac.layers.layer import Layer
 from tekfac.likelihoods import OutputShapeError
+from tekfac.ranks.group import Ranks
+from tekfac.ranks.shards import is_sharded
 
 NOT_CALLED, IN_EVAL_MODE, CALLED, UNREADABLE, NO_GRADIENT, RECEIVED = range(6)
 """How far the passes of a step have come, on their way to statistics."""
@@ -140,6 +144,7 @@ class ModelHooks:
     Attributes:
         progress: how far the passes since the last call of `arm` have come.
         predictions: of the last forward pass; kept only where not only training is watched.
+        is_sharded: whether fully_shard has cut the model's parameters.
 
     An optimizer watches forward passes in training mode whose backward pass leads to parameters. With
     `only_training=False` the mode does not matter, and a backward pass that ends at the outputs will do.
@@ -156,6 +161,7 @@ class ModelHooks:
     ) -> None:
         self.progress = NOT_CALLED
         self.predictions: Mapping[str, Tensor] = {}
+        self.is_sharded = any(map(is_sharded, model.parameters()))
         self._model = weakref.ref(model)
         self._listener = weakref.ref(listener)
         self._likelihoods = likelihoods
@@ -215,6 +221,20 @@ class ModelHooks:
         """Take the hooks off."""
         _remove(self._handles, self._eager, was_called=self.progress != NOT_CALLED)
 
+    # -- parameters in shards --------------------------------------------------------------------------
+
+    def gradients_are_held_back(self) -> bool:
+        """Whether fully_shard keeps gradients of earlier passes to itself."""
+        model = self._model()
+        return model is not None and held_back(model)
+
+    def sharding_held_off(self, ranks: Ranks, *, needed: bool) -> contextlib.AbstractContextManager[None]:
+        """For passes of our own inside of the user's; all processes have to ask, needed here or not."""
+        model = self._model()
+        if model is None or not self.is_sharded or not any(ranks.gather(needed)):
+            return contextlib.nullcontext()
+        return sharding_held_off(model)
+
     # -- the forward pass ------------------------------------------------------------------------------
 
     def _open_window(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -254,8 +274,8 @@ class ModelHooks:
         if not records_gradients():
             self._without_gradient.add(module)
             return
-        outputs = watched.kind.outputs(returned)
-        if not any(output.requires_grad for output in outputs) or not watched.is_trained:
+        outputs, weights = watched.kind.outputs(returned), watched.trained_weights()
+        if not weights or not any(output.requires_grad for output in outputs):
             return
         kept = snapshot(watched.kind.keep(module, args, kwargs))
         call = Call(
@@ -267,7 +287,7 @@ class ModelHooks:
             versions=versions(kept),
             edges=[get_gradient_edge(output) if output.requires_grad else None for output in outputs],
         )
-        window.calls.append(ModuleCall(watched, call))
+        window.calls.append(ModuleCall(watched, call, weights))
         if window.real is None and self._padding_mask is None:
             window.real = watched.kind.real_positions(kept)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,6 +13,7 @@ from tekfac.capture.sample_axis import arrangements
 from tekfac.common.torch_internals import version_of
 from tekfac.layers.kinds.base import Call, LayerKind, SimpleKind, attribute_at
 from tekfac.layers.layer import Layer
+from tekfac.ranks.shards import stands_for
 
 
 @dataclass(eq=False)
@@ -36,22 +37,28 @@ class WatchedModule:
         """Of its first layer."""
         return next(iter(self.layers.values())).name
 
-    @property
-    def is_trained(self) -> bool:
-        """Whether some layer's weight is, and is that of the module now (not another tensor in its place)."""
+    def trained_weights(self) -> list[Tensor]:
+        """Of its layers, as the module has them now; none where another tensor stands in the weight's place."""
         parts = self.kind.parts(self.module)
-        return any(
-            layer.weight.requires_grad and attribute_at(self.module, parts[index].weight) is layer.weight
-            for index, layer in self.layers.items()
-        )
+        present = [
+            (layer, attribute_at(self.module, parts[index].weight)) for index, layer in self.layers.items()
+        ]
+        return [own for layer, own in present if layer.weight.requires_grad and stands_for(own, layer.weight)]
 
 
 @dataclass(frozen=True)
 class ModuleCall:
-    """One call of a watched module."""
+    """One call of a watched module.
+
+    Attributes:
+        watched: the module.
+        call: what is kept of it.
+        weights: those of its layers that are trained, as the module had them.
+    """
 
     watched: WatchedModule
     call: Call
+    weights: Sequence[Tensor] = field(compare=False)
 
 
 @dataclass

@@ -6,6 +6,7 @@ these by name, so that a version of torch that drops one says which.
 
 from __future__ import annotations
 
+import contextlib
 import re
 import sys
 import threading
@@ -197,6 +198,69 @@ def without_compiler(model: torch.nn.Module) -> torch.nn.Module:
 def is_compiled_in_place(module: torch.nn.Module) -> bool:
     """Whether `module.compile()` was called, which leaves the module what it is and has no public trace."""
     return module._compiled_call_impl is not None
+
+
+# -- fully_shard ---------------------------------------------------------------------------------------
+
+
+def held_back(model: torch.nn.Module) -> bool:
+    """Whether fully_shard keeps gradients that are still to be put together, by `set_requires_gradient_sync`.
+
+    Until then `.grad` of the parameters is None, and there is no public name for where they are.
+    """
+    return any(
+        own.unsharded_accumulated_grad is not None
+        or getattr(getattr(own, "_unsharded_param", None), "grad", None) is not None
+        for group in _sharded_groups(model)
+        for own in group.fsdp_params
+    )
+
+
+@contextlib.contextmanager
+def sharding_held_off(model: torch.nn.Module) -> Iterator[None]:
+    """Let a backward pass inside of another one leave all that fully_shard does to the outer one.
+
+    All parameters are whole meanwhile, so that the inner pass sends no messages; afterwards all is as it was.
+    The public `set_requires_gradient_sync` and `set_reshard_after_backward` cannot be read, and nothing public
+    puts back that a part of the model was not come by yet. All processes have to do this together.
+    """
+    groups, states = _sharded_groups(model), _sharded_states(model)
+    contexts = list({id(state._state_ctx): state._state_ctx for state in states}.values())
+    owners: list[Any] = [*groups, *states, *contexts]
+    names = (
+        *("reduce_grads", "reshard_after_backward", "_training_state", "_post_forward_indices"),
+        "is_last_backward",
+    )
+    before = [{name: getattr(own, name) for name in names if hasattr(own, name)} for own in owners]
+    were_cut = [group for group in groups if not group.is_unsharded]
+    for group in groups:
+        group.unshard()
+        group.wait_for_unshard()
+        group.reduce_grads = group.reshard_after_backward = False
+        group._post_forward_indices = []  # what is fetched ahead of a pass
+    for context in contexts:
+        context.is_last_backward = False  # what is put in order behind one
+    try:
+        yield
+    finally:
+        for own, values in zip(owners, before, strict=True):
+            for name, value in values.items():
+                setattr(own, name, value)
+        for group in were_cut:
+            group.reshard()
+
+
+def _sharded_states(model: torch.nn.Module) -> list[Any]:
+    """What fully_shard knows of each module that it was called of."""
+    modules: Iterator[Any] = (module for module in model.modules() if hasattr(module, "_get_fsdp_state"))
+    return list(dict.fromkeys(module._get_fsdp_state() for module in modules))
+
+
+def _sharded_groups(model: torch.nn.Module) -> list[Any]:
+    """Its parameters that are put together at once; later versions of torch have several groups of a module."""
+    states = _sharded_states(model)
+    found = (getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group] for state in states)
+    return [group for groups in found for group in groups if group is not None]
 
 
 # -- many tensors at a time ----------------------------------------------------------------------------

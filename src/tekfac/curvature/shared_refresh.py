@@ -127,7 +127,8 @@ def _packed(own: Addends, layer: Layer, recipe: Recipe) -> _Parcels:
 def _nothing(layer: Layer, recipe: Recipe) -> tuple[Tensor, ...]:
     """The sums of no samples."""
     shape = layer.shape
-    nothing = layer.weight.new_zeros(1, shape.groups, 0, shape.d_out, shape.d_in, dtype=layer.dtype)
+    sizes = 1, shape.groups, 0, shape.d_out, shape.d_in
+    nothing = torch.zeros(sizes, dtype=layer.dtype, device=layer.weight.device)
     sums = recipe.factors.sums([FormedBatch(layer, nothing, 0.0)], recipe.sharing, recipe.memory_budget)
     return tuple(own for own in sums if own is not None)
 

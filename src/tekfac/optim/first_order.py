@@ -16,6 +16,7 @@ from tekfac.common.torch_internals import (
     scale_each,
     sums_of,
 )
+from tekfac.ranks.shards import own_part, summed_over_parts
 
 SECOND_DECAY = 0.95
 """Weight of the past in the squares, per step."""
@@ -54,32 +55,37 @@ def adam_directions(
     found: dict[Tensor, Tensor] = {}
     for parameters in alike.values():
         one = parameters[0]
-        new = [gradients[p].to(state[p]["exp_avg"].dtype) for p in parameters]
-        firsts, seconds = ([state[p][name] for p in parameters] for name in ("exp_avg", "exp_avg_sq"))
+        new = [own_part(gradients[p]).to(state[p]["exp_avg"].dtype) for p in parameters]
+        firsts, seconds = ([own_part(state[p][key]) for p in parameters] for key in ("exp_avg", "exp_avg_sq"))
         count, beta = state[one]["averaged"], momenta[one]
-        directions = _advanced(firsts, seconds, new, (_share(beta, count), _share(SECOND_DECAY, count)), finite)
+        _advance(firsts, seconds, new, (_share(beta, count), _share(SECOND_DECAY, count)), finite)
+        directions = quotients_by_roots(firsts, seconds, _floors(parameters, seconds))
         found.update({p: d.to(gradients[p].dtype) for p, d in zip(parameters, directions, strict=True)})
     return found
 
 
-def _advanced(
+def _advance(
     firsts: Sequence[Tensor],
     seconds: Sequence[Tensor],
     new: Sequence[Tensor],
     shares: tuple[float, float],
     finite: Tensor | None,
-) -> Sequence[Tensor]:
-    """m / sqrt(v) of parameters whose averages m and v take in new gradients with the same shares."""
+) -> None:
+    """Let averages m and v take in new gradients, all with the same shares."""
     squares = products_of(new, new)
     if finite is not None:
         new = [torch.where(finite, own, first) for own, first in zip(new, firsts, strict=True)]
         squares = [torch.where(finite, own, second) for own, second in zip(squares, seconds, strict=True)]
     move_each(firsts, new, shares[0])
     move_each(seconds, squares, shares[1])
-    floors = sums_of(seconds)
-    scale_each(floors, [EPSILON / max(1, second.numel()) for second in seconds])
+
+
+def _floors(parameters: Sequence[Tensor], seconds: Sequence[Tensor]) -> Sequence[Tensor]:
+    """What is added to the squares of every parameter: a share of their mean, over all its parts."""
+    floors = summed_over_parts(sums_of(seconds), parameters)
+    scale_each(floors, [EPSILON / max(1, parameter.numel()) for parameter in parameters])
     raise_each(floors, torch.finfo(seconds[0].dtype).tiny)
-    return quotients_by_roots(firsts, seconds, floors)
+    return floors
 
 
 def _share(decay: float, count: int) -> float:

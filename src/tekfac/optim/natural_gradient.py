@@ -54,8 +54,9 @@ from tekfac.optim.skipping import Skipping, all_finite, in_words, squares_are_fi
 from tekfac.optim.state import SavedState, to_torch
 from tekfac.optim.step_control import judged_step
 from tekfac.optim.update import apply_update, kl_coefficient
-from tekfac.ranks.group import GroupSetting, ranks_of
+from tekfac.ranks.group import ALONE, GroupSetting, Ranks, ranks_of
 from tekfac.ranks.replicas import require_same, values_of
+from tekfac.ranks.shards import is_sharded, of_all_parts, own_part, part_of, require_supported, wholes
 
 MAX_ATTEMPTS = 3
 """Steps in a row that are watched for the sake of layers without statistics."""
@@ -220,8 +221,8 @@ class NaturalGradient(Optimizer):
             )
         settings = resolve(self.method, {**given, **unknown})
         self._settings = settings
-        _require_whole_parameters(name, model)
         self._ranks = ranks_of(model, settings.process_group)
+        require_supported(name, model, self._ranks)
         self._own_damping = self.method.own_damping(settings.trace_floor, settings.beta)
         recipe = Recipe(
             factors=self.method.factors,
@@ -261,6 +262,7 @@ class NaturalGradient(Optimizer):
         self._attempts: dict[str, int] = {}
         self._num_steps = self._skipped_steps = self._skipped_in_a_row = 0
         self._skipping = Skipping(next(iter(self._names)).device)
+        self._is_sharded = any(map(is_sharded, self._names))
         self._rules: Mapping[str, DampingRule] = {}
         self._rules_of: list[Any] = []
         self._layer_groups: Mapping[str, Mapping[str, Any]] = {}
@@ -392,7 +394,7 @@ class NaturalGradient(Optimizer):
             "another step than the natural one": self._gathers or self._form.power != 1,
             "kl_clip": settings.kl_clip is not None,
             "grad_scaler": settings.grad_scaler is not None,
-            "several processes": self._ranks.count > 1,
+            "several processes": self._ranks.count > 1 or self._is_sharded,
             "weight_decay (add a penalty to the loss)": any(
                 group["weight_decay"] for group in self.param_groups
             ),
@@ -457,9 +459,9 @@ class NaturalGradient(Optimizer):
         raw = self._gradients()
         finite = None
         if self._gathers:  # which cannot be undone
-            finite = squares_are_finite(list(raw.values()))
+            finite = self._everywhere(squares_are_finite(list(map(own_part, raw.values()))))
             if waits and finite is not None and not bool(finite):
-                return in_words(raw, self._names)
+                return in_words(raw, self._names, self._owners)
         # Factors, eigenbasis, re-scaling: new values, which replace the old ones only if all are finite.
         if measures:
             self._settle()
@@ -474,18 +476,19 @@ class NaturalGradient(Optimizer):
         # Precondition.
         try:
             with Phase("precondition"):
-                natural, wholes = self._natural(raw, rules, None if waits else finite)
+                natural, are_finite = self._natural(raw, rules, None if waits else finite)
                 if not self._gathers:
-                    finite = all_finite([*wholes, *(own for p, own in raw.items() if p not in natural)])
-                elif any(whole.dtype == torch.float16 for whole in wholes):  # whose range is small
-                    both = all_finite(wholes), finite
+                    others = [own_part(own) for p, own in raw.items() if p not in natural]
+                    finite = self._everywhere(all_finite([*are_finite, *others]))
+                elif any(own.dtype == torch.float16 for own in are_finite):  # whose range is small
+                    both = all_finite(are_finite), finite
                     finite = torch.stack([own for own in both if own is not None]).all()
         except Exception:
             self._put_back(before)
             raise
         if waits and finite is not None and not bool(finite):
             self._put_back(before)
-            return in_words({**raw, **natural}, self._names)
+            return in_words({**raw, **natural}, self._names, self._owners)
         # Update.
         self._capture.clear()
         with Phase("update"):
@@ -505,8 +508,8 @@ class NaturalGradient(Optimizer):
         every = self._settings.replica_check_every
         is_first = measures and not self._network.blocks
         if self._ranks.count > 1 and (is_first or (every is not None and self._num_steps % every == 0)):
-            named = ((name, parameter) for parameter, name in self._names.items())
-            require_same(self._ranks, type(self).__name__, values_of(named))
+            values = values_of((name, own_part(parameter)) for parameter, name in self._names.items())
+            require_same(self._ranks, type(self).__name__, of_all_parts(values, self._names))
 
     def _facts(self) -> dict[str, Any]:
         """What processes that train together must have in common, by name."""
@@ -602,7 +605,8 @@ class NaturalGradient(Optimizer):
             The directions, and tensors that are finite if and only if all of them are.
         """
         momenta = {name: group["momentum"] for name, group in self._layer_groups.items()}
-        natural, wholes = self._network.directions(StepInputs(raw, rules, momenta, finite))
+        raw = self._whole_in_blocks(raw)
+        natural, are_finite = self._network.directions(StepInputs(raw, rules, momenta, finite))
         clip = self._settings.kl_clip
         if clip is not None and natural:
             highest = self._highest_rates()
@@ -610,8 +614,28 @@ class NaturalGradient(Optimizer):
             terms = ((stretch * highest[p], raw[p], direction) for p, direction in natural.items())
             coefficient = kl_coefficient(terms, clip)
             natural = {p: direction * coefficient.to(direction.dtype) for p, direction in natural.items()}
-            wholes.append(coefficient)
-        return natural, wholes
+            are_finite.append(coefficient)
+        return {p: part_of(direction, p) for p, direction in natural.items()}, are_finite
+
+    def _whole_in_blocks(self, raw: Mapping[Tensor, Tensor]) -> Mapping[Tensor, Tensor]:
+        """The gradients, whole where they belong to a layer with a block."""
+        if not self._is_sharded:
+            return raw
+        layers = (self._layers[name] for name in self._network.blocks)
+        in_blocks = [p for layer in layers for p in layer.parameters if p in raw]
+        return {**raw, **dict(zip(in_blocks, wholes([raw[p] for p in in_blocks]), strict=True))}
+
+    @property
+    def _owners(self) -> Ranks:
+        """The processes that may know of different gradients, as each of them has parts."""
+        return self._ranks if self._is_sharded else ALONE
+
+    def _everywhere(self, finite: Tensor | None) -> Tensor | None:
+        """Whether it is so in all processes, where each of them has seen its own parts only."""
+        if not self._is_sharded:
+            return finite
+        missed = torch.zeros((), device=self._skipping.device) if finite is None else (~finite).float()
+        return self._ranks.add([missed])[0] == 0
 
     def _highest_rates(self) -> dict[Tensor, float]:
         """Of every parameter, the highest learning rate so far: so that a clip leaves a schedule its effect."""
@@ -622,7 +646,7 @@ class NaturalGradient(Optimizer):
 
     def _first_order(self, raw: Mapping[Tensor, Tensor], finite: Tensor | None) -> dict[Tensor, Tensor]:
         """What the other parameters move along: AdamW's step, or the raw gradient."""
-        found = dict(raw)
+        found = {p: own_part(gradient) for p, gradient in raw.items()}
         if raw and self._settings.first_order_step == "adamw":
             pairs = ((p, group["momentum"]) for group in self.param_groups for p in group["params"])
             found = adam_directions(raw, self.state, {p: beta for p, beta in pairs if p in raw}, finite)
@@ -657,9 +681,9 @@ class NaturalGradient(Optimizer):
                     self.state[parameter]["step"] += 1
                 momentum = group["momentum"] if has_velocity else 0.0
                 apply_update(
-                    trained,
+                    [own_part(p) for p in trained],
                     [directions[p] for p in trained],
-                    [self._velocity(p) for p in trained] if momentum else [],
+                    [own_part(self._velocity(p)) for p in trained] if momentum else [],
                     lr=group["lr"],
                     momentum=momentum,
                     weight_decay=group["weight_decay"],
@@ -774,7 +798,7 @@ class NaturalGradient(Optimizer):
         self._skipped_steps += 1
         self._skipped_in_a_row += 1
         parameters = (p for group in self.param_groups for p in group["params"])
-        diverged = not all(bool(torch.isfinite(p).all()) for p in parameters)
+        diverged = not all(bool(torch.isfinite(own_part(p)).all()) for p in parameters)
         messages.skipped_step(
             type(self).__name__, self._num_steps, self._skipped_steps, self._skipped_in_a_row, problem, diverged
         )
@@ -914,13 +938,3 @@ def _overridden(preset: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict
     """A preset with other values for some settings, without those that mean nothing then."""
     moves = overrides.get("rescaling") == "moving"
     return {**{k: v for k, v in preset.items() if not (moves and k == "rescaling_every")}, **overrides}
-
-
-def _require_whole_parameters(optimizer: str, model: nn.Module) -> None:
-    """Raise ValueError for parameters of which every process has a part."""
-    for name, parameter in model.named_parameters():
-        if hasattr(parameter, "to_local"):
-            raise ValueError(
-                f"Parameter {name!r} is a {type(parameter.data).__name__}, of which every process has a part. "
-                f"{optimizer} does not go with fully_shard yet; it does with DistributedDataParallel."
-            )

@@ -14,16 +14,20 @@ import torch
 from torch import Tensor
 
 from tekfac.common.torch_internals import norms_of
+from tekfac.ranks.group import Ranks
+from tekfac.ranks.shards import own_part
 
 
 class Skipping:
     """Looks whether directions are finite, and counts on the device what was not.
 
     Attributes:
+        device: where parameters are.
         deferred: whether plain steps leave the answer on the device.
     """
 
     def __init__(self, device: torch.device) -> None:
+        self.device = device
         self.deferred = device.type != "cpu"
         self._missed: Tensor | None = None
 
@@ -68,12 +72,13 @@ def squares_are_finite(tensors: Sequence[Tensor]) -> Tensor | None:
     return torch.isfinite(torch.stack(list(norms)).square().sum())
 
 
-def in_words(directions: Mapping[Tensor, Tensor], names: Mapping[Tensor, str]) -> str:
-    """Which parameters would move along something that is not finite."""
-    bad = [
+def in_words(directions: Mapping[Tensor, Tensor], names: Mapping[Tensor, str], owners: Ranks) -> str:
+    """Which parameters would move along something that is not finite, in one of the processes with parts."""
+    own = [
         names.get(parameter, "a parameter")
         for parameter, direction in directions.items()
-        if not bool(torch.isfinite(direction).all())
+        if not bool(torch.isfinite(own_part(direction)).all())
     ]
+    bad = list(dict.fromkeys(name for found in owners.gather(own) for name in found))
     more = f" and {len(bad) - 3} more" if len(bad) > 3 else ""
     return f"the gradient of {', '.join(bad[:3])}{more} is not finite" if bad else "the gradient is too large"

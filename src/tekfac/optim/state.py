@@ -27,6 +27,7 @@ from tekfac.curvature.layer_curvature import LayerCurvature
 from tekfac.curvature.motion import LayerMotion, Moving
 from tekfac.damping import from_plain, to_plain
 from tekfac.layers.layer import Layer
+from tekfac.ranks.shards import cut_like
 
 FORMAT = 4
 """Raised when a state of the version before can no longer be read."""
@@ -166,10 +167,15 @@ class SavedState:
 
     def for_torch(self) -> dict[str, Any]:
         """What `torch.optim.Optimizer.load_state_dict` is to get: all but what belongs to layers."""
-        position = iter(range(len(_parameters(self._present))))
+        parameters = _parameters(self._present)
+        position = iter(range(len(parameters)))
         return {
             "state": {
-                index: {key: _copied(value) for key, value in values.items() if key not in OF_LAYERS}
+                index: {
+                    key: _copied(value, parameters[index])
+                    for key, value in values.items()
+                    if key not in OF_LAYERS
+                }
                 for index, values in self._state.items()
             },
             "param_groups": [
@@ -185,7 +191,7 @@ class SavedState:
     def averages(self) -> dict[Tensor, dict[str, Tensor]]:
         """Of the gradients of parameters without a block, in the precision that they were saved in."""
         return {
-            parameter: {key: own[key].to(parameter.device, copy=True) for key in AVERAGES}
+            parameter: {key: cut_like(own[key].to(parameter.device, copy=True), parameter) for key in AVERAGES}
             for position, parameter in enumerate(_parameters(self._present))
             if AVERAGES[0] in (own := self._state.get(position, {}))
         }
@@ -260,8 +266,10 @@ def _parameters(groups: Groups) -> list[Tensor]:
     return [parameter for group in groups for parameter in group["params"]]
 
 
-def _copied(value: Any) -> Any:
-    return value.clone() if isinstance(value, Tensor) else value
+def _copied(value: Any, parameter: Tensor) -> Any:
+    if not isinstance(value, Tensor):
+        return value
+    return cut_like(value.clone(), parameter) if value.shape == parameter.shape else value.clone()
 
 
 def _sizes(layer: Layer) -> list[int]:

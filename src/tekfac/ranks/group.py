@@ -89,7 +89,7 @@ class Together:
         """The sums over processes, a few buckets at a time."""
         found: list[Tensor] = list(tensors)
         waiting = []
-        for places in _in_buckets(tensors):
+        for places in in_buckets(tensors):
             flat = _flat([tensors[place] for place in places])
             waiting.append((places, flat, dist.all_reduce(flat, group=self._group, async_op=True)))
         for places, flat, work in waiting:
@@ -102,7 +102,7 @@ class Together:
     def share(self, tensors: Sequence[Tensor], owner: int) -> None:
         """Fill tensors with those of one process, one message for each precision."""
         source = dist.get_global_rank(self._group, owner)
-        for places in _in_buckets(tensors, most=None):
+        for places in in_buckets(tensors, most=None):
             own = [tensors[place] for place in places]
             flat = _flat(own)
             dist.broadcast(flat, source, group=self._group)
@@ -115,7 +115,7 @@ def _flat(tensors: Sequence[Tensor]) -> Tensor:
     return torch.cat([tensor.reshape(-1) for tensor in tensors])
 
 
-def _in_buckets(tensors: Sequence[Tensor], most: int | None = BUCKET) -> Iterator[list[int]]:
+def in_buckets(tensors: Sequence[Tensor], most: int | None = BUCKET) -> Iterator[list[int]]:
     """Places of tensors of one precision and device, so many bytes at a time."""
     alike: dict[tuple[torch.device, torch.dtype], list[int]] = {}
     for place, tensor in enumerate(tensors):
