@@ -15,9 +15,9 @@ import logging
 import math
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, partial, reduce
+from functools import cached_property, reduce
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -28,15 +28,15 @@ from tekfac.capture.autograd import Descent, sending, will_come_by
 from tekfac.capture.hooks import WHY_NOTHING_CAME, Arrival, ModelHooks
 from tekfac.capture.likelihood_of_loss import LikelihoodsOfLosses
 from tekfac.capture.measurement import FisherKind, Measurement
-from tekfac.capture.module_calls import ModuleCall, is_unclear, versions
+from tekfac.capture.module_calls import ModuleCall, versions
 from tekfac.capture.output_layout import OutputLayout, found_layout, layer_with_samples_second
+from tekfac.capture.probing import Probing, hopeful, probed_clear, shapes_of_pass
 from tekfac.capture.sample_axis import (
     InseparableError,
     SampleAxis,
     divided_into,
-    is_elsewhere,
+    is_as_expected,
     samples_first,
-    share_of_sample,
 )
 from tekfac.capture.sampling import Sampling
 from tekfac.capture.selection import Selection, StatisticsSamples, can_be_summed
@@ -76,6 +76,8 @@ class _Pass:
         real: which positions are real, [N, T], where the model was told.
         selection: of samples to measure.
         is_share: whether gradients are shares of the whole step's.
+        probed_shapes: of all that it came by, where it was probed; else None.
+        agrees: whether the probe has shown so far what the shapes tell by themselves.
     """
 
     source: str
@@ -86,6 +88,8 @@ class _Pass:
     real: Tensor | None
     selection: Selection
     is_share: bool
+    probed_shapes: Hashable = None
+    agrees: bool = False
 
     @cached_property
     def context(self) -> PassContext:
@@ -172,7 +176,7 @@ class Capture:
         self._unfinished: list[_Pass] = []
         self._loss_scale = 1.0
         self._adds_up = True
-        self._probed: set[str] = set()
+        self._probing = Probing()
         self.left_out: set[str] = set()
         self._warned: set[str] = set()
 
@@ -367,11 +371,13 @@ class Capture:
         measures = bool(calls) and bool(num_terms or others)
         if others:
             calls = [noted for noted in calls if will_come_by(noted.call)]
-        unclear = measures and self._samples_are_unclear(calls, outputs)
+        is_open = measures and self._probing.is_open(calls, outputs)
+        shapes = shapes_of_pass(calls, outputs)
+        probes = is_open and self._probing.is_wanted(shapes)
         descent = Descent(arrival.edge, [noted.call for noted in calls])
         comes_by = fisher == "empirical" and arrival.adds_up is not False and self._is_joint
         waits = comes_by and (bool(others) or descent.will_run())
-        with self._hooks.sharding_held_off(self._ranks, needed=measures and (unclear or not waits)):
+        with self._hooks.sharding_held_off(self._ranks, needed=measures and (probes or not waits)):
             if not measures:
                 return
             # The last sample, since in a causal model with samples and positions mixed up it reaches most rows.
@@ -381,7 +387,12 @@ class Capture:
             is_share = fisher == "empirical" and self._measurement.loss_reduction != "sum"
             real = arrival.awaited.real
             passed = _Pass(source, calls, axis, num_terms, prediction.counted, real, selection, is_share)
-            for noted in self._probed_clear(descent, arrival, axis, layout) if unclear else calls:
+            early = hopeful(calls, len(outputs)) if is_open else calls
+            if probes:
+                found = probed_clear(descent, arrival.gradient, calls, axis, layout)
+                passed.probed_shapes, passed.agrees = shapes, found == early
+                early = found
+            for noted in early:
                 self._select_early(noted, len(outputs), selection, once=fisher == "empirical")
             if waits:
                 self._wait(descent, arrival, others, passed)
@@ -523,50 +534,6 @@ class Capture:
                     if any(part is not None for part in own):
                         noted.call.gradients.append(own)
 
-    def _probed_clear(
-        self, descent: Descent, arrival: Arrival, axis: SampleAxis, layout: OutputLayout
-    ) -> list[ModuleCall]:
-        """Send the gradient of one sample alone down to the calls; those that it shows to be clear.
-
-        What arrives is kept where shapes leave several ways open, or tell otherwise than it does. Of the others
-        only its share in the sample's own rows is looked at.
-        """
-        samples, calls = axis.num_samples, arrival.calls
-        times_called = Counter(layer.name for noted in calls for layer in noted.watched.layers.values())
-        hopeful = [
-            noted
-            for noted in calls
-            if not is_unclear(noted, samples)
-            and (layer := clear_layer(noted, samples)) is not None
-            and times_called[layer.name] == 1
-        ]
-        probe = torch.zeros_like(arrival.gradient)
-        layout.samples_first(probe)[axis.probed] = layout.samples_first(arrival.gradient)[axis.probed]
-        self._probe(descent, arrival.calls, probe, axis.probed, only_shares=hopeful)
-        clear = [noted for noted in hopeful if not is_elsewhere(noted.call.probe or ())]
-        if len(clear) < len(hopeful):
-            self._probe(descent, arrival.calls, probe, axis.probed, only_shares=clear)
-        for noted in clear:
-            noted.call.probe = None
-        return clear
-
-    def _probe(
-        self,
-        descent: Descent,
-        calls: Sequence[ModuleCall],
-        probe: Tensor,
-        probed: int,
-        only_shares: Sequence[ModuleCall],
-    ) -> None:
-        """Send the gradient of one sample alone down to the calls; of some, take its share in its own rows."""
-        for noted in only_shares:
-            noted.call.take = partial(share_of_sample, sample=probed)
-        with sending():
-            for noted, own in zip(calls, descent.send(probe), strict=True):
-                noted.call.probe = own
-        for noted in only_shares:
-            noted.call.take = None
-
     # -- from calls to batches -------------------------------------------------------------------------
 
     def _finish(self) -> None:
@@ -606,6 +573,8 @@ class Capture:
                 layers[layer.name] = layer
                 rows = noted.call.rows
                 if rows is None:
+                    if noted.call.probe is not None:
+                        passed.agrees &= is_as_expected(application, passed.axis)
                     application = samples_first(application, passed.axis)
                 else:
                     early[layer.name] = rows
@@ -613,8 +582,12 @@ class Capture:
         for name, applications in by_layer.items():
             batch = self._joined(layers[name], applications, early.get(name), passed)
             if batch is not None:
-                self._probed.add(name)
+                self._probing.saw(name)
                 self._keep_batch(name, batch, passed)
+            else:
+                passed.agrees = False
+        if passed.probed_shapes is not None:
+            self._probing.note(passed.probed_shapes, agreed=passed.agrees)
 
     def _keep_formed(self, noted: ModuleCall, passed: _Pass) -> None:
         """Take over gradients that were formed where they arrived."""
@@ -624,7 +597,7 @@ class Capture:
         call.kept, call.gradients, call.take = {}, [], None  # which refers to the call: they are freed at once
         if arrived and layer.weight.requires_grad:
             batch = self._formed(layer, arrived, call.rows, passed)
-            self._probed.add(layer.name)
+            self._probing.saw(layer.name)
             self._keep_batch(layer.name, batch, passed)
 
     def _keep_batch(self, name: str, batch: CapturedBatch, passed: _Pass) -> None:
@@ -696,17 +669,6 @@ class Capture:
         except RepetitionError as error:
             self._leave_out(names, str(error))
             return []
-
-    def _samples_are_unclear(self, calls: Sequence[ModuleCall], outputs: Tensor) -> bool:
-        """Whether shapes leave open which rows are whose.
-
-        So they do where a layer was called more than once or its input can be arranged in several ways and,
-        for a layer seen for the first time, where the outputs have more than one axis beside the classes.
-        """
-        names = [layer.name for noted in calls for layer in noted.watched.layers.values()]
-        if len(set(names)) < len(names) or (outputs.ndim > 2 and not self._probed.issuperset(names)):
-            return True
-        return any(is_unclear(noted, len(outputs)) for noted in calls)
 
     # -- words -----------------------------------------------------------------------------------------
 

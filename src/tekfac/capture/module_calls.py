@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -97,6 +97,11 @@ def is_unclear(noted: ModuleCall, num_samples: int) -> bool:
         return False
     divides = len(inputs) == 1 or len(inputs) % num_samples == 0
     return not divides or len(arrangements(form, inputs, num_samples)) > 1
+
+
+def shapes_of(noted: ModuleCall) -> Hashable:
+    """Of all tensors that a call got and gave."""
+    return tuple(tensor.shape for tensor in _tensors(noted.call.kept)), tuple(noted.call.shapes)
 
 
 def snapshot(value: Any) -> Any:

@@ -139,6 +139,15 @@ def samples_first(application: Application, axis: SampleAxis) -> Application:
     return application if is_shared else best  # what is shared by all samples has no axis for them
 
 
+def is_as_expected(application: Application, axis: SampleAxis) -> bool:
+    """Whether a probe shows the samples where they are looked for without one: in the first arrangement."""
+    if application.probe is None or len(application.inputs) % axis.num_samples:
+        return False
+    first = arrangements(application.form, application.inputs, axis.num_samples)[0]
+    expected = replace(application, inputs=first(application.inputs), probe=first(application.probe))
+    return bool(application.probe.any()) and _share_of_probe([expected], axis, axis.num_samples) >= STAYS
+
+
 def _has_no_samples(application: Application, num_samples: int, stays: bool) -> bool:
     """Whether rows are there once, for all samples: [1, ...], or look-ups [T] that no sample has for itself.
 

@@ -23,9 +23,13 @@ FSDP = "torch.distributed.fsdp"
 """The module with fully_shard; only where it is imported can there be parameters in shards."""
 
 
+WHOLE = (Tensor, nn.Parameter)
+"""Types of tensors that are not in parts: a look at the type costs least, and steps ask of every parameter."""
+
+
 def is_sharded(tensor: Tensor) -> bool:
     """Whether every process has a part of a tensor."""
-    return hasattr(tensor, "to_local")
+    return type(tensor) not in WHOLE and hasattr(tensor, "to_local")
 
 
 def own_part(tensor: Tensor) -> Tensor:
