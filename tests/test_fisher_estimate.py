@@ -1150,3 +1150,19 @@ def test_with_drawn_labels_the_batches_must_be_the_same_in_both_passes() -> None
 
     with pytest.raises(ValueError, match="another order"):
         fisher.estimate(seeded(lambda: nn.Linear(5, 3)), Rebatched(), fisher="sampled")
+
+
+@pytest.mark.parametrize("kind_of_fisher", ["sampled", "exact", "empirical"])
+def test_the_loss_of_a_trained_network_tells_its_likelihood(kind_of_fisher: Any) -> None:
+    """Most of its labels are certain, to rounding."""
+    torch.manual_seed(0)
+    model = nn.Linear(5, 3)
+    nn.init.normal_(model.weight, std=12.0)
+    x = torch.randn(64, 5)
+    data = [(x, model(x).argmax(1))]
+    found = fisher.estimate(
+        model, data, fisher=kind_of_fisher, loss=lambda model, batch: F.cross_entropy(model(batch[0]), batch[1])
+    )
+    told = fisher.estimate(model, data, fisher=kind_of_fisher, likelihood="categorical")
+    for name, block in found.items():
+        assert torch.allclose(block.to_dense(), told[name].to_dense(), rtol=1e-4)

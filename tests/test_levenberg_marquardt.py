@@ -296,7 +296,76 @@ def test_a_run_that_is_resumed_is_the_same() -> None:
     assert_identical(*ends)
 
 
+@pytest.mark.parametrize("step", ["model", "lr"])
+def test_a_step_is_rejected_in_a_network_with_batch_norms(step: Any) -> None:
+    """Whose statistics the graph of the first look has saved, and the second look moves."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(5, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 3)).double()
+    optimizer = made(model, damping=LevenbergMarquardt(1e-9, step=step), lr=30.0)
+    for _ in range(3):
+        optimizer.step(closure_of(model, optimizer, LOSSES["classes"]))
+    assert optimizer.rejected_steps
+    assert optimizer.skipped_steps == 0
+
+
 # -- any closure -------------------------------------------------------------------------------------------
+
+
+class Attentive(nn.Module):
+    """Attention, whose fused kernels have no second derivative."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.into, self.head = nn.Linear(5, 12).double(), nn.Linear(4, 3).double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        query, key, value = self.into(x).view(3, 3, 3, 4).unbind(2)
+        return self.head(F.scaled_dot_product_attention(query, key, value)).flatten(0, 1)  # type: ignore[no-any-return]
+
+
+def test_attention_is_differentiated_twice() -> None:
+    model = Attentive()
+    optimizer = made(model)
+    values = [optimizer.step(closure_of(model, optimizer, LOSSES["classes"])) for _ in range(5)]
+    assert values[-1] < values[0]
+    assert "into" in optimizer.curvature
+
+
+@pytest.mark.parametrize("step", ["model", "lr"])
+def test_an_equation_of_derivatives_with_a_boundary_is_solved(step: Any) -> None:
+    """u' = u with u(0) = 1: its loss needs a graph in the second look, too."""
+    model = mlp(sizes=(1, 8, 1))
+    optimizer = made(model, damping=LevenbergMarquardt(step=step), lr=0.3)
+    places, start = torch.linspace(0, 1, 9).double()[:, None], torch.zeros(1, 1).double()
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        x = places.clone().requires_grad_()
+        u = model(x)
+        (slope,) = torch.autograd.grad(u.sum(), x, create_graph=True)
+        loss = (slope - u).square().mean() + F.mse_loss(model(start), torch.ones(1, 1).double())
+        loss.backward()
+        return loss
+
+    values = [float(optimizer.step(closure).detach()) for _ in range(40)]
+    assert values[-1] < 0.05 * values[0]
+
+
+def test_an_error_while_a_step_is_tried_leaves_the_damping_as_it_was() -> None:
+    model, calls = mlp(), []
+    optimizer = made(model, damping=LevenbergMarquardt(1e-9, step="lr"), lr=1e3)
+    inner = closure_of(model, optimizer, LOSSES["classes"])
+
+    def failing() -> Any:
+        calls.append(1)
+        if len(calls) == 3:  # the second try
+            raise KeyboardInterrupt
+        return inner()
+
+    with pytest.raises(KeyboardInterrupt):
+        optimizer.step(failing)
+    assert optimizer.param_groups[0]["damping"] == LevenbergMarquardt(1e-9, step="lr")
 
 
 def test_several_backward_passes_are_one_loss() -> None:

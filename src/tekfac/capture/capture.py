@@ -348,7 +348,7 @@ class Capture:
         prediction = likelihood.predict(outputs, gradient)
         if name in self.counted:
             prediction = replace(prediction, counted=self.counted[name])
-        if prediction.doubt is not None:
+        if prediction.doubt is not None and self.likelihoods.set_for(name) is not None:
             self._warn_once(prediction.doubt)
         num_terms = self._measurement.num_terms(prediction.counted)
         self.samples += arrival.more_samples(len(outputs) if num_terms else 0)

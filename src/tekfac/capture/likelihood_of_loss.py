@@ -38,6 +38,9 @@ KINDS: dict[str, type[Likelihood]] = {
 RARELY = 1024
 """Steps between two looks at the loss, in the end; it is looked at in the first, second, fourth, ..., too."""
 
+IN_VAIN = 16
+"""Steps after which it is said that no likelihood was found; until then every one is looked at for it."""
+
 
 @dataclass(frozen=True)
 class _Known:
@@ -61,7 +64,8 @@ class _Known:
 
     def is_to_be_checked(self) -> bool:
         """Whether the gradients of the present step are to be looked at."""
-        return self.likelihood is None or self.seen & (self.seen - 1) == 0 or self.seen % RARELY == 0
+        is_open = self.likelihood is None and self.seen < IN_VAIN
+        return is_open or self.seen & (self.seen - 1) == 0 or self.seen % RARELY == 0
 
     def with_loss_of(self, found: Likelihood) -> _Known:
         """After a look. A model that was called twice may have two losses, which are of no one likelihood."""
@@ -167,6 +171,8 @@ class LikelihoodsOfLosses:
         for name, known in self._known.items():
             if known.now is not None:
                 _tell(name, known.now, known.likelihood, self.set_for(name))
+            elif known.here and known.seen == IN_VAIN and known.likelihood is self.set_for(name) is None:
+                logger.info("%s", _in_vain(name))
         self._known = {name: known.after_step() for name, known in self._known.items()}
         self._before = dict(self._known)
 
@@ -239,6 +245,14 @@ def _tell(name: str, found: Likelihood, before: Likelihood | None, explicit: Lik
     level = logging.INFO if before is None else logging.WARNING
     now = "" if before is None else f" no longer that of {in_words(before)}, but"
     logger.log(level, "The loss%s is%s that of %s.", of, now, in_words(found))
+
+
+def _in_vain(name: str) -> str:
+    of = f" of the prediction {name!r}" if name else ""
+    return (
+        f"In {IN_VAIN} steps the loss{of} has not told its likelihood: its gradients are too small, or too few "
+        "of them have labels. Until it does the empirical Fisher is measured. It can be said: likelihood=..."
+    )
 
 
 def in_words(likelihood: Likelihood) -> str:

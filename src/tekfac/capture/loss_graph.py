@@ -4,9 +4,9 @@ While a backward pass runs, the nodes above the outputs have let go of what they
 and edges. Values on the way from the outputs up to the loss are sorted into few sorts,
 
     outputs          rearranged at most (views, some of them, another precision)
-    residual         outputs minus something fixed
+    residual         outputs minus something fixed, which no gradient goes to
     log-softmax      of outputs
-    a loss           that is linear in one of the three below, with fixed coefficients
+    a loss           that is linear in one of the three below
 
 of which the last names the likelihood: logarithms of probabilities (categorical), logistic losses (Bernoulli),
 squares of residuals (Gaussian). Whatever is not known to keep a sort, loses it. docs/mathematics.md, section 6.
@@ -22,6 +22,7 @@ from tekfac.common.torch_internals import (
     base_name,
     exponent_of,
     joins_rows,
+    length_along,
     sequence_number,
 )
 
@@ -66,6 +67,9 @@ LOSSES = {
 }
 """What losses of torch are, of the outputs themselves and something fixed."""
 
+SHIFTS = ("Sub", "Rsub", "Add")
+"""Operations that give outputs minus something, up to signs."""
+
 MOVABLE = (Sort.OUTPUTS, Sort.RESIDUAL, Sort.LOG_SOFTMAX)
 """What stays the same beside other samples."""
 
@@ -77,10 +81,13 @@ class LossSort(NamedTuple):
 
     Attributes:
         sort: one of FOUND, or OTHER.
-        of_part: whether it may be of some of their entries only.
+        classes: the lengths of the axes that log-softmaxes of the outputs were taken along, as far as they are
+            known: another one than an axis of the outputs has is that of a part of them, or of several axes.
+        of_part: whether it may be of some of their entries only, or of some of them twice.
     """
 
     sort: Sort
+    classes: frozenset[int] = frozenset()
     of_part: bool = False
 
 
@@ -96,17 +103,20 @@ def sort_of_loss(roots: Iterable[tuple[Any, int]], node: Any, output_nr: int) ->
     found = {sort for root in roots if (sort := sorts.of(*root)) is not None}
     found = {Sort.CATEGORICAL if sort is Sort.LOG_SOFTMAX else sort for sort in found}
     (only, *more) = found or {Sort.OTHER}
-    return LossSort(only if only in FOUND and not more else Sort.OTHER, sorts.of_part)
+    sort = only if only in FOUND and not more else Sort.OTHER
+    return LossSort(sort, frozenset(sorts.classes), sorts.of_part)
 
 
 class _Sorts:
     """The sorts of values above the outputs, each found once.
 
     Attributes:
+        classes: lengths of the axes that log-softmaxes were taken along.
         of_part: whether entries of the outputs were picked out on the way.
     """
 
     def __init__(self, node: Any, output_nr: int) -> None:
+        self.classes: set[int] = set()
         self.of_part = False
         self._outputs = (node, output_nr)
         self._oldest = sequence_number(node)
@@ -150,8 +160,14 @@ class _Sorts:
             return Sort.OTHER
         if sorts[0] in MOVABLE and joins_rows(node):  # those of another call of the model, say
             return sorts[0]
-        self.of_part |= name in PICKING and sorts[0] in (Sort.OUTPUTS, Sort.RESIDUAL)
-        return _made_of_one(name, sorts[0], exponent_of(node))
+        if sorts[0] in (Sort.OUTPUTS, Sort.RESIDUAL):
+            self.of_part |= name in PICKING
+            if len(edges) > 1 and (name in SHIFTS or name == "MseLoss"):  # a target that is trained, too
+                return Sort.OTHER
+        sort = _made_of_one(name, sorts[0], exponent_of(node))
+        if sort is Sort.LOG_SOFTMAX and name == "LogSoftmax" and (length := length_along(node)) is not None:
+            self.classes.add(length)
+        return sort
 
     def _is_denominator(self, node: Any) -> bool:
         first = node.next_functions[0]
@@ -174,7 +190,7 @@ def _made_of_one(name: str, sort: Sort, exponent: float | None) -> Sort:
     if sort in (Sort.OUTPUTS, Sort.RESIDUAL):
         if name in REORDERING or name in PICKING:
             return sort
-        if name in ("Sub", "Rsub", "Add"):
+        if name in SHIFTS:
             return Sort.RESIDUAL
         if name == "MseLoss" or (name == "Pow" and exponent == 2):
             return Sort.GAUSSIAN

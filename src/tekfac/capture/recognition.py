@@ -8,6 +8,7 @@ tells (loss_graph.py). What neither tells is not guessed. See docs/mathematics.m
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -24,6 +25,12 @@ ENTRIES = 2**18
 
 EVIDENCE = 6
 """Numbers that must agree, beyond those that were fitted to them."""
+
+FAR = 64
+"""Times the smallest numbers that keep their digits: a gradient below says nothing of its form."""
+
+LEAST_PRECISE = 4
+"""Bytes of a number that shows the form of a loss which the graph does not know: others fit too much."""
 
 VARIANCE_OF_SQUARES = 0.5
 """Of the Gaussian whose -log p is a square itself, not half of it, as torch's mse_loss."""
@@ -57,15 +64,10 @@ def recognised(outputs: Tensor, gradient: Tensor, loss: LossSort | None) -> Find
     outputs, gradient = _some_samples(outputs), _some_samples(gradient)
     if not bool(gradient.any()):
         return NOTHING
-    sort = Sort.OTHER if loss is None else loss.sort
-    if sort is Sort.GAUSSIAN:
-        return Finding(Gaussian(VARIANCE_OF_SQUARES, masked=True))
-    if sort is Sort.BERNOULLI:
-        return Finding(Bernoulli())
-    if sort is Sort.LOG_PROBABILITIES:
-        return _with_classes([a for a in _axes(outputs) if _is_normalised(outputs, a)])
-    if sort is Sort.CATEGORICAL:
-        return _with_classes([a for a in _axes(outputs) if _balances(outputs, gradient, a)])
+    if loss is not None and loss.sort is not Sort.OTHER:
+        return _by_graph(outputs, gradient, loss)
+    if loss is not None and gradient.dtype.itemsize < LEAST_PRECISE:
+        return NONE_KNOWN
     found = [_by_hard_labels(outputs, gradient, axis) for axis in _axes(outputs)]
     found.append(_by_yes_and_no(outputs, gradient))
     certain = [finding for finding in found if finding.likelihood is not None]
@@ -85,19 +87,50 @@ def _axes(outputs: Tensor) -> list[int]:
     return [axis for axis in range(1, outputs.ndim) if outputs.shape[axis] > 1]
 
 
-def _with_classes(axes: list[int]) -> Finding:
-    return Finding(Categorical(class_dim=axes[0])) if len(axes) == 1 else NOTHING
-
-
 # -- a loss that the graph has named ---------------------------------------------------------------------
 
 
-def _balances(outputs: Tensor, gradient: Tensor, axis: int) -> bool:
-    """Whether the gradient sums to zero along an axis, of which no part is left out."""
+def _by_graph(outputs: Tensor, gradient: Tensor, loss: LossSort) -> Finding:
+    """What the graph says; and the values, as to which axis holds the classes."""
+    if loss.sort is Sort.GAUSSIAN:
+        return Finding(Gaussian(VARIANCE_OF_SQUARES, masked=True))
+    if loss.sort is Sort.BERNOULLI:
+        return Finding(Bernoulli())
+    axes = _axes(outputs)
+    if loss.sort is Sort.LOG_PROBABILITIES:
+        return _with_classes({axis: _is_normalised(outputs, axis) for axis in axes})
+    if loss.classes:
+        axes = [axis for axis in axes if loss.classes == {outputs.shape[axis]}]
+    fits = {axis: _balances(outputs, gradient, axis) for axis in axes}
+    if list(fits.values()) == [None] and loss.classes and not loss.of_part:  # there is no other axis for it
+        return Finding(Categorical(class_dim=axes[0]))
+    return _with_classes(fits)
+
+
+def _with_classes(fits: Mapping[int, bool | None]) -> Finding:
+    """Of the axes the one that fits; None stands for one of which these values do not tell."""
+    fitting = [axis for axis, does in fits.items() if does]
+    if len(fitting) == 1 and None not in fits.values():
+        return Finding(Categorical(class_dim=fitting[0]))
+    return NOTHING if fitting or None in fits.values() else NONE_KNOWN
+
+
+def _balances(outputs: Tensor, gradient: Tensor, axis: int) -> bool | None:
+    """Whether the gradient sums to zero along an axis, of which no part is left out.
+
+    Where a row is all but certain, or its gradient as small as can be, that is rounding; None where all are.
+    """
     rows = _Rows.of(outputs, gradient, axis)
     p, g = rows.outputs.softmax(1), rows.gradient
+    others = torch.ones_like(p).scatter_(1, p.argmax(1, keepdim=True), 0.0)
+    left = (p * others).sum(1)
+    is_clear = (left > 10 * rows.noise) & (g.abs().sum(1) > FAR * rows.least * p.shape[1])
+    if not bool(is_clear.any()):
+        return None
+    p, g, left = (own[is_clear] for own in (p, g, left))
     sums, sizes = g.sum(1).abs(), g.abs().sum(1)
-    if not bool((sums <= rows.slack * sizes + rows.least * outputs.shape[axis]).all()):
+    allowed = (rows.slack + rows.noise / left) * sizes + rows.least * outputs.shape[axis]
+    if not bool((sums <= allowed).all()):
         return False
     likely = p > 0.1 / outputs.shape[axis]
     is_left_out = (g == 0).all(0) & (likely & (p * sizes[:, None] > 2 * rows.least)).any(0)
@@ -123,17 +156,18 @@ def _by_hard_labels(outputs: Tensor, gradient: Tensor, axis: int) -> Finding:
     labels = g.abs().argmax(1, keepdim=True)
     others = torch.ones_like(p).scatter_(1, labels, 0.0)
     left = (p * others).sum(1)  # 1 - p of the label, without the rounding of a difference
-    is_clear = left > 10 * rows.noise
+    is_clear = (left > 10 * rows.noise) & (g.abs().amax(1) > FAR * rows.least)
     if not bool(is_clear.any()):
         return NOTHING
-    p, g, labels, others, left = (own[is_clear] for own in (p, g, labels, others, left))
+    z, p, g, labels, others, left = (own[is_clear] for own in (rows.outputs, p, g, labels, others, left))
+    slack = rows.slack_at(z).amax(1)
     weights = (g * others).sum(1) / left
     expected = (weights[:, None] * p).scatter_(1, labels, -(weights * left)[:, None])
-    allowed = rows.slack * expected.abs() + rows.least
+    allowed = slack[:, None] * expected.abs() + rows.least
     allowed.scatter_add_(1, labels, rows.noise * weights.abs()[:, None])
     if not bool(((g - expected).abs() <= allowed).all()):
         return NONE_KNOWN
-    count = _agreeing(weights, labels[:, 0], left, rows)
+    count = _agreeing(weights, labels[:, 0], left, 2 * slack, rows.least)
     if count is None:
         return NONE_KNOWN
     if count < EVIDENCE or not _differ(p, others, rows):
@@ -147,40 +181,47 @@ def _by_yes_and_no(outputs: Tensor, gradient: Tensor) -> Finding:
     z, g = rows.outputs.flatten(), rows.gradient.flatten()
     columns = torch.arange(rows.outputs.shape[1], device=z.device).repeat(len(rows.outputs))
     away = torch.where(g > 0, z.sigmoid(), (-z).sigmoid())  # |sigmoid(z) - y|
-    is_clear = (g != 0) & (away > 10 * rows.noise)
+    is_clear = (g.abs() > FAR * rows.least) & (away > 10 * rows.noise)
     z, g, columns, away = (own[is_clear] for own in (z, g, columns, away))
     if len(z) <= EVIDENCE:
         return NOTHING
     labels = (g < 0).long()
-    weights = g.abs() / away
-    count = _agreeing(weights, labels, away, rows, noise=rows.noise)
+    weights, slack = g.abs() / away, 2 * (rows.slack_at(z) + rows.noise / away)
+    count = _agreeing(weights, labels, away, slack, rows.least)
     if count is None:
-        count = _agreeing(weights, 2 * columns + labels, away, rows, noise=rows.noise)
+        count = _agreeing(weights, 2 * columns + labels, away, slack, rows.least)
     if count is None:
         return NONE_KNOWN
     return Finding(Bernoulli()) if count >= EVIDENCE else NOTHING
 
 
 def _agreeing(
-    weights: Tensor, labels: Tensor, probabilities: Tensor, rows: _Rows, *, noise: float = 0.0
+    weights: Tensor, labels: Tensor, probabilities: Tensor, slack: Tensor, least: float
 ) -> int | None:
     """How many weights equal that of another row with the same label; None if some do not.
 
     Only rows count whose probabilities differ: where all are the same, many a loss has equal weights.
+
+    Args:
+        weights: of rows, [R].
+        labels: of the same.
+        probabilities: that gradients were divided by to have the weights.
+        slack: by how much each weight may be off, relatively.
+        least: and each gradient, besides.
     """
-    slack = 2 * rows.slack + 2 * noise / probabilities
     known, places = torch.unique(labels, return_inverse=True)
-    lowest, highest = (
-        torch.full((len(known),), start, dtype=weights.dtype, device=weights.device).scatter_reduce_(
-            0, places, weights, how, include_self=True
-        )
-        for start, how in ((torch.inf, "amin"), (-torch.inf, "amax"))
-    )
-    middle = (lowest + highest)[places] / 2
-    if not bool(((weights - middle).abs() <= slack * middle.abs() + rows.least / probabilities).all()):
+
+    def of_labels(values: Tensor, how: str, start: float) -> Tensor:
+        """The largest, or smallest, of the values with the same label, for each of them."""
+        found = torch.full((len(known),), start, dtype=values.dtype, device=values.device)
+        return found.scatter_reduce_(0, places, values, how)[places]
+
+    is_best = probabilities == of_labels(probabilities, "amax", 0.0)  # whose weight has most digits
+    best = of_labels(torch.where(is_best, weights, 0.0), "amax", 0.0)
+    allowed = (slack + of_labels(torch.where(is_best, slack, 0.0), "amax", 0.0)) * best
+    if not bool(((weights - best).abs() <= allowed + least / probabilities).all()):
         return None
-    first = torch.full((len(known),), torch.inf, dtype=weights.dtype, device=weights.device)
-    first = first.scatter_reduce_(0, places, probabilities, "amin", include_self=True)[places]
+    first = of_labels(probabilities, "amin", torch.inf)
     return int((probabilities > (1 + 10 * slack) * first).sum())
 
 
@@ -213,6 +254,10 @@ class _Rows:
     slack: float
     noise: float
     least: float
+
+    def slack_at(self, outputs: Tensor) -> Tensor:
+        """The same of probabilities, exp(x), with an x that was rounded as numbers as large as outputs are."""
+        return self.slack * (1 + outputs.abs() / 4)
 
     @classmethod
     def of(cls, outputs: Tensor, gradient: Tensor, axis: int | None) -> _Rows:

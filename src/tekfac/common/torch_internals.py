@@ -107,6 +107,20 @@ def joins_rows(node: Any) -> bool:
     return base_name(node) == "Cat" and getattr(node, "_saved_dim", None) == 0
 
 
+def length_along(node: Any) -> int | None:
+    """The length of the axis that a node works along, such as that of a softmax; None where it is not told.
+
+    Of a node's results the public names tell neither shapes nor axes.
+    """
+    axis: Any = getattr(node, "_saved_dim", None)
+    results: Any = getattr(node, "_input_metadata", ())
+    if not isinstance(axis, int) or len(results) != 1:
+        return None
+    shape = results[0].shape
+    axis = axis - 2**64 if axis >= 2**63 else axis  # a negative number, as torch saves it
+    return int(shape[axis]) if -len(shape) <= axis < len(shape) else None
+
+
 def roots_of_running_pass() -> list[tuple[Any, int]]:
     """The nodes that the backward pass which is running began at, and which of their results.
 

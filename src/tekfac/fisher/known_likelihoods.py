@@ -41,9 +41,11 @@ class KnownLikelihoods(LikelihoodsOfLosses):
         if name:
             setting = f"likelihood={{{name!r}: ...}}"
         if name not in self.found:
+            if self._fisher == "empirical":
+                return likelihood
             raise UnclearLossError(
-                f"the loss{of} does not tell its likelihood: too few labels have a gradient. Say it, "
-                f"{setting}, or begin with a larger batch"
+                f"the loss{of} does not tell its likelihood: its gradients are too small, or too few of them "
+                f"have labels. Say it, {setting}, or begin with a larger batch"
             )
         if before is not None and likelihood != before:
             raise UnclearLossError(

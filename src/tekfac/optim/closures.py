@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 
 from tekfac.capture.autograd import sending
@@ -30,11 +31,13 @@ class _Backward(TorchFunctionMode):
 
     Attributes:
         losses: that `backward()` was called of.
+        differentiates: whether the losses are made of derivatives themselves, as of `torch.autograd.grad`.
     """
 
     def __init__(self, *, runs: bool) -> None:
         super().__init__()
         self.losses: list[Tensor] = []
+        self.differentiates = False
         self._runs = runs
 
     def total(self) -> Tensor:
@@ -43,6 +46,7 @@ class _Backward(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs, is_backward = kwargs or {}, func is torch.Tensor.backward
+        self.differentiates |= func is torch.autograd.grad
         if not is_backward:
             return func(*args, **kwargs)
         loss, weights = args[0], kwargs.get("gradient")
@@ -66,6 +70,7 @@ class Evaluation:
     predictions: Sequence[Tensor]
     gradients: Mapping[Tensor, Tensor]
     _closure: Closure
+    _differentiates: bool
     _model: nn.Module
     _random_state: Any
 
@@ -83,12 +88,13 @@ class Evaluation:
         """
         state = random_state(_device_of(model))
         noting = predictions_noted(model, select)
-        with run_eagerly(), torch.enable_grad(), noting as noted, _Backward(runs=True) as mode:
+        with _twice_differentiable(), torch.enable_grad(), noting as noted, _Backward(runs=True) as mode:
             returned = closure()
         if not mode.losses:
             raise RuntimeError(
-                "The closure given to step() did not call loss.backward(). Expected a function that zeroes the "
-                "gradients, computes the loss, calls its backward() and returns it."
+                "The closure given to step() did not call loss.backward(), or did so by another name "
+                "(torch.autograd.backward). Expected a function that zeroes the gradients, computes the loss, "
+                "calls its backward() and returns it."
             )
         gradients: dict[Tensor, Tensor] = {p: p.grad for p in model.parameters() if p.grad is not None}
         with torch.enable_grad():
@@ -103,15 +109,23 @@ class Evaluation:
                 "returned. Expected one that calls the model itself, model(x), and takes the loss of what it "
                 "returns; outputs=... says where the predictions are."
             )
-        return cls(returned, loss, predictions, gradients, closure, model, state)
+        return cls(returned, loss, predictions, gradients, closure, mode.differentiates, model, state)
 
     def loss_after(self, move: Mapping[Tensor, Tensor]) -> float:
         """The loss where a move leads to, of the same random numbers. Afterwards all is as it was."""
         random = with_random_state(self._random_state, _device_of(self._model))
         there, kept = _moved(move), _kept(self._model)
-        with run_eagerly(), torch.no_grad(), there, kept, random, _Backward(runs=False) as mode:
+        graph = torch.set_grad_enabled(self._differentiates)
+        with _twice_differentiable(), graph, there, kept, random, _Backward(runs=False) as mode:
             self._closure()
         return float(mode.total())
+
+
+@contextlib.contextmanager
+def _twice_differentiable() -> Iterator[None]:
+    """Let models run as they are written, and attention in plain operations: fused ones differentiate once."""
+    with run_eagerly(), sdpa_kernel(SDPBackend.MATH):
+        yield
 
 
 @contextlib.contextmanager
@@ -129,7 +143,7 @@ def _moved(move: Mapping[Tensor, Tensor]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _kept(model: nn.Module) -> Iterator[None]:
-    """Put gradients and buffers (a norm's statistics, say) aside, and back as they were."""
+    """Put gradients and buffers (a norm's statistics, say) aside, and back as they were, likewise."""
     gradients = {p: p.grad for p in model.parameters()}
     buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
     for parameter in gradients:
@@ -140,7 +154,7 @@ def _kept(model: nn.Module) -> Iterator[None]:
         for parameter, gradient in gradients.items():
             parameter.grad = gradient
         for buffer, before in buffers:
-            buffer.copy_(before)
+            buffer.data.copy_(before)
 
 
 def _device_of(model: nn.Module) -> torch.device:

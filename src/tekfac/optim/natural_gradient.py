@@ -727,8 +727,12 @@ class NaturalGradient(Optimizer):
         if control.step == "lr":
             last = {p: groups[p]["momentum"] * own for p, own in last.items()}
         looks = self._num_steps % control.every == 0
-        judged = judged_step(control, evaluation, moves_under, last, looks=looks)
-        self._damp_all_by(judged.rule)
+        rule = control
+        try:
+            judged = judged_step(control, evaluation, moves_under, last, looks=looks)
+            rule = judged.rule
+        finally:
+            self._damp_all_by(rule)
         self._rejected_steps += judged.rejected
         self._reduction_ratio = judged.ratio
         for parameter in raw:
