@@ -96,17 +96,22 @@ class _Attention(Replay):
         mask = _additive(kept.get("attn_mask"), key_mask, query, key.shape[1], module.num_heads)
         key, value, mask = _with_extra_keys(module, key, value, mask, dtype)
         query, key, value = (_heads(x, module.num_heads) for x in (query, key, value))
-        scores = query @ key.mT / math.sqrt(query.shape[-1])  # [N, H, T, S]
-        weights = (scores if mask is None else scores + mask).softmax(-1)
-        weights = F.dropout(weights, module.dropout, module.training)
-        heads = (weights @ value).transpose(1, 2).flatten(-2)
+        shows_weights = kept.get("need_weights", True)
+        if shows_weights or (module.dropout and module.training):
+            scores = query @ key.mT / math.sqrt(query.shape[-1])  # [N, H, T, S]
+            weights = (scores if mask is None else scores + mask).softmax(-1)
+            weights = F.dropout(weights, module.dropout, module.training)
+            attended = weights @ value
+        else:  # in one piece, which takes a part of the time
+            attended = F.scaled_dot_product_attention(query, key, value, attn_mask=mask)
+        heads = attended.transpose(1, 2).flatten(-2)
         out = probes.added(F.linear(heads, *output_projection))
         if unbatched:
             out = out[0]
         elif not module.batch_first:
             out = out.transpose(0, 1)
         self.outputs = [out]
-        if kept.get("need_weights", True):
+        if shows_weights:
             shown = weights.mean(1) if kept.get("average_attn_weights", True) else weights
             self.outputs.append(shown[0] if unbatched else shown)
         self._module, self._inputs, self._heads = module, inputs, heads.detach()
