@@ -4,11 +4,14 @@ A small convolutional network learns scikit-learn's digits. Gradients are accumu
 `accelerator.accumulate`, and clipped. A run that is resumed from `accelerator.save_state` ends with the same
 weights, bit for bit.
 
-Run: python examples/accelerate_digits.py (ten seconds)
+Run: python examples/accelerate_digits.py (ten seconds), or with two processes, each with its part of every
+batch, torchrun --nproc-per-node 2 examples/accelerate_digits.py FOLDER, one for checkpoints that both see
 """
 
 from __future__ import annotations
 
+import contextlib
+import sys
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -37,6 +40,10 @@ class Run:
     """An untrained network, its optimizer, schedule and data, all prepared by an accelerator."""
 
     def __init__(self, optimizer: str, **more: Any) -> None:
+        arguments = {"cpu": True, "gradient_accumulation_steps": 2, **more}
+        # The seedable sampler makes the order of an epoch a function of its number.
+        seedable = DataLoaderConfiguration(use_seedable_sampler=True, data_seed=0)
+        self.accelerator = Accelerator(dataloader_config=seedable, **arguments)  # first: it knows of the others
         torch.manual_seed(0)
         model = nn.Sequential(
             *(nn.Conv2d(1, 16, 3, padding=1), nn.BatchNorm2d(16), nn.ReLU()),
@@ -45,10 +52,6 @@ class Run:
         )
         made = OPTIMIZERS[optimizer](model)
         schedule = torch.optim.lr_scheduler.CosineAnnealingLR(made, EPOCHS)
-        arguments = {"cpu": True, "gradient_accumulation_steps": 2, **more}
-        # The seedable sampler makes the order of an epoch a function of its number.
-        seedable = DataLoaderConfiguration(use_seedable_sampler=True, data_seed=0)
-        self.accelerator = Accelerator(dataloader_config=seedable, **arguments)
         loader = DataLoader(digits(), MICRO_BATCH, shuffle=True, drop_last=True)
         prepared = self.accelerator.prepare(model, made, loader, schedule)
         self.model, self.optimizer, self.loader, self.schedule = prepared
@@ -81,23 +84,24 @@ def digits() -> TensorDataset:
     return TensorDataset(torch.tensor(raw.images, dtype=torch.float32)[:, None] / 16, torch.tensor(raw.target))
 
 
-def main() -> tuple[Run, Run, Run]:
+def main(folder: str | None = None) -> tuple[Run, Run, Run]:
     """Train with both, resume TEKFAC, and say what came out. Gives the three runs."""
     sgd, tekfac, resumed = Run("SGD"), Run("TEKFAC"), Run("TEKFAC")
     sgd.train(range(EPOCHS))
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name) / "checkpoint"
+    with contextlib.nullcontext(folder) if folder else tempfile.TemporaryDirectory() as name:
+        checkpoint = str(Path(name) / "checkpoint")
         tekfac.train(range(EPOCHS // 2))
-        tekfac.accelerator.save_state(str(folder))
+        tekfac.accelerator.save_state(checkpoint)
         tekfac.train(range(EPOCHS // 2, EPOCHS))
-        resumed.accelerator.load_state(str(folder))
+        resumed.accelerator.load_state(checkpoint)
         resumed.train(range(EPOCHS // 2, EPOCHS))
     pairs = zip(tekfac.model.state_dict().values(), resumed.model.state_dict().values(), strict=True)
     same = all(torch.equal(a, b) for a, b in pairs)
-    print(f"Loss after {EPOCHS} epochs: TEKFAC {tekfac.loss():.4f}, SGD {sgd.loss():.4f}")
-    print(f"Resumed from the checkpoint of epoch {EPOCHS // 2}: {'the same' if same else 'other'} weights")
+    say = tekfac.accelerator.print  # the first process alone
+    say(f"Loss after {EPOCHS} epochs: TEKFAC {tekfac.loss():.4f}, SGD {sgd.loss():.4f}")
+    say(f"Resumed from the checkpoint of epoch {EPOCHS // 2}: {'the same' if same else 'other'} weights")
     return tekfac, sgd, resumed
 
 
 if __name__ == "__main__":
-    main()
+    main(*sys.argv[1:])

@@ -4,12 +4,15 @@ The model starts from random weights and learns the source of Python's `email` p
 layers are transformers' own `Conv1D`, and its head shares its weight with the embedding; TEKFAC preconditions
 both. The Trainer accumulates batches and clips gradients as for any other optimizer.
 
-Run: python examples/huggingface_gpt2.py (fifteen seconds)
+Run: python examples/huggingface_gpt2.py (fifteen seconds), or with two processes, each with its part of
+every batch, torchrun --nproc-per-node 2 examples/huggingface_gpt2.py FOLDER, one for checkpoints that both see
 """
 
 from __future__ import annotations
 
+import contextlib
 import email
+import sys
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -82,10 +85,10 @@ def loss_of(trainer: Trainer) -> float:
     return float(trainer.evaluate()["eval_loss"])
 
 
-def main() -> tuple[Trainer, Trainer, Trainer]:
+def main(shared: str | None = None) -> tuple[Trainer, Trainer, Trainer]:
     """Train with both, resume TEKFAC, and say what came out. Gives the three trainers."""
     disable_progress_bar()
-    with tempfile.TemporaryDirectory() as name:
+    with contextlib.nullcontext(shared) if shared else tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         sgd, tekfac = make_trainer("SGD", folder / "sgd"), make_trainer("TEKFAC", folder / "tekfac")
         resumed = make_trainer("TEKFAC", folder / "resumed")
@@ -94,10 +97,12 @@ def main() -> tuple[Trainer, Trainer, Trainer]:
         resumed.train(resume_from_checkpoint=str(folder / "tekfac" / f"checkpoint-{STEPS // 2}"))
     pairs = zip(tekfac.model.parameters(), resumed.model.parameters(), strict=True)
     same = all(torch.equal(a, b) for a, b in pairs)
-    print(f"Loss after {STEPS} steps: TEKFAC {loss_of(tekfac):.4f}, SGD {loss_of(sgd):.4f}")
-    print(f"Resumed from the checkpoint of step {STEPS // 2}: {'the same' if same else 'other'} weights")
+    losses = loss_of(tekfac), loss_of(sgd)  # of all processes together
+    if tekfac.is_world_process_zero():
+        print(f"Loss after {STEPS} steps: TEKFAC {losses[0]:.4f}, SGD {losses[1]:.4f}")
+        print(f"Resumed from the checkpoint of step {STEPS // 2}: {'the same' if same else 'other'} weights")
     return tekfac, sgd, resumed
 
 
 if __name__ == "__main__":
-    main()
+    main(*sys.argv[1:])

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -30,7 +31,7 @@ def made(rank: int, **settings: Any) -> TEKFAC:
 def trained(rank: int, *, steps: int = 3, changed: int | None = None, **settings: Any) -> TEKFAC:
     """A few steps, whose gradients are averaged by hand; after one of them the last rank loses a weight."""
     model = settings.pop("model", None) or mlp()
-    optimizer = TEKFAC(model, seed=0, **settings)
+    optimizer = settings.pop("optimizer", None) or TEKFAC(model, seed=0, **settings)
     for step in range(steps):
         optimizer.zero_grad()
         F.cross_entropy(model(normal(4, 5, seed=rank)), torch.arange(4) % 3).backward()
@@ -41,6 +42,15 @@ def trained(rank: int, *, steps: int = 3, changed: int | None = None, **settings
         if step == changed and rank == 1:
             model[0].weight.data[0, 0] += 1e-9
     return optimizer
+
+
+def made_too_early(rank: int) -> str:
+    """As by somebody who makes the optimizer before the processes know of each other."""
+    with mock.patch("torch.distributed.is_initialized", return_value=False):
+        optimizer = TEKFAC(mlp())
+    with pytest.raises(RuntimeError) as error:
+        trained(rank, steps=1, model=optimizer._model_layers.model, optimizer=optimizer)
+    return str(error.value)
 
 
 def with_problem(rank: int) -> list[int]:
@@ -106,6 +116,7 @@ def attempts(rank: int, world: int) -> dict[str, Any]:
         "no group": told(made, rank, process_group="both"),
         "a problem": with_problem(rank),
         "unused": unused(rank),
+        "too early": made_too_early(rank),
         "random seeds": [torch.manual_seed(rank).initial_seed(), made(rank)._capture.sampling._seed],
     }
 
@@ -144,6 +155,14 @@ def test_what_does_not_train_together_may_differ_and_groups_may_be_given(
 
 def test_a_step_that_one_process_cannot_take_is_taken_by_none(results: list[dict[str, Any]]) -> None:
     assert [result["a problem"] for result in results] == [[1, 1, 1], [1, 1, 1]]
+
+
+def test_an_optimizer_that_was_made_before_the_others_were_there_is_refused(
+    results: list[dict[str, Any]],
+) -> None:
+    """It would train by itself, on its part of every batch, and drift away from the others."""
+    for result in results:
+        assert "TEKFAC was made before torch.distributed knew of 2 processes" in result["too early"]
 
 
 def test_layers_that_some_or_no_process_uses_are_measured_where_they_are(results: list[dict[str, Any]]) -> None:

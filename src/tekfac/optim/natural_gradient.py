@@ -54,7 +54,7 @@ from tekfac.optim.skipping import Skipping, all_finite, in_words, squares_are_fi
 from tekfac.optim.state import SavedState, to_torch
 from tekfac.optim.step_control import judged_step
 from tekfac.optim.update import apply_update, kl_coefficient
-from tekfac.ranks.group import ALONE, GroupSetting, Ranks, ranks_of
+from tekfac.ranks.group import ALONE, GroupSetting, Ranks, ranks_of, require_still_alone
 from tekfac.ranks.replicas import require_same, values_of
 from tekfac.ranks.shards import is_sharded, of_all_parts, own_part, part_of, require_supported, wholes
 
@@ -454,6 +454,8 @@ class NaturalGradient(Optimizer):
         rules = self._damping_rules()
         batches, before = self._capture.batches(), self._network.blocks
         measures = bool(batches or watched or self._due())
+        if measures:
+            require_still_alone(type(self).__name__, self._ranks, self._settings.process_group)
         self._check_replicas(measures=measures)
         waits = measures or not self._skipping.deferred or evaluation is not None
         raw = self._gradients()

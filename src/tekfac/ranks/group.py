@@ -161,3 +161,18 @@ def ranks_of(model: nn.Module, setting: GroupSetting) -> Ranks:
     if not is_group:
         group = model.process_group if isinstance(model, DistributedDataParallel) else dist.group.WORLD
     return Together(group) if dist.get_world_size(group) > 1 else ALONE
+
+
+def require_still_alone(owner: str, ranks: Ranks, setting: GroupSetting) -> None:
+    """Raise RuntimeError where other processes have come up since `ranks_of` found none.
+
+    Each would measure its own part of the batch, and they would walk apart.
+    """
+    alone = ranks.count == 1 and isinstance(setting, str) and setting == AUTO
+    if alone and dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+        raise RuntimeError(
+            f"{owner} was made before torch.distributed knew of {dist.get_world_size()} processes, and "
+            f"knows of none but this one. Make {owner} after init_process_group, or what calls it (Hugging Face's "
+            "TrainingArguments, accelerate's Accelerator), or with process_group='alone' if this process "
+            "trains a model of its own."
+        )
