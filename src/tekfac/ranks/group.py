@@ -171,8 +171,8 @@ def require_still_alone(owner: str, ranks: Ranks, setting: GroupSetting) -> None
     alone = ranks.count == 1 and isinstance(setting, str) and setting == AUTO
     if alone and dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
         raise RuntimeError(
-            f"{owner} was made before torch.distributed knew of {dist.get_world_size()} processes, and "
-            f"knows of none but this one. Make {owner} after init_process_group, or what calls it (Hugging Face's "
+            f"{owner} was made before torch.distributed knew of {dist.get_world_size()} processes, and knows "
+            f"of none but this one. Make {owner} after init_process_group, or what calls it (Hugging Face's "
             "TrainingArguments, accelerate's Accelerator), or with process_group='alone' if this process "
             "trains a model of its own."
         )
