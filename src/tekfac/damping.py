@@ -116,7 +116,7 @@ class Factored(_Named):
 
     With the scale shared equally between the factors, A' = sqrt(sigma) A and U' = sqrt(sigma) U:
     (A' + pi sqrt(lambda) I) (x) (U' + sqrt(lambda)/pi I). `split="pi"` balances the two by their mean
-    eigenvalues, pi^2 = (tr A'/d_in) / (tr U'/d_out); `split="equal"` has pi = 1.
+    eigenvalues, pi^2 = (tr A'/d_in) / (tr U'/d_out), where neither is 0; `split="equal"` has pi = 1.
     """
 
     damping: float = DEFAULT_DAMPING
@@ -337,10 +337,11 @@ def factored(layer: Spectrum, damping: Tensor, split: str) -> Tensor:
     values_in, values_out = root_scale * layer.basis.values_in, root_scale * layer.basis.values_out
     root = damping.sqrt().reshape(-1, 1).expand(values_in.shape[0], 1)
     if split == "pi":
-        tiny = torch.finfo(values_in.dtype).tiny
-        mean_in = values_in.mean(dim=1, keepdim=True).clamp_min(tiny)
-        mean_out = values_out.mean(dim=1, keepdim=True).clamp_min(tiny)
-        pi = (mean_in / mean_out).sqrt()
+        mean_in, mean_out = values_in.mean(dim=1, keepdim=True), values_out.mean(dim=1, keepdim=True)
+        known = (mean_in > 0) & (
+            mean_out > 0
+        )  # a layer that no gradient has reached yet has nothing to balance
+        pi = torch.where(known, mean_in.sqrt() / torch.where(known, mean_out, 1.0).sqrt(), 1.0)
     else:
         pi = torch.ones_like(root)
     return (values_out + root / pi)[:, :, None] * (values_in + root * pi)[:, None, :]

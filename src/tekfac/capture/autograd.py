@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
+import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -29,24 +29,30 @@ REENTRANT = (
 _of_thread = threading.local()
 
 
-@contextlib.contextmanager
-def sending() -> Iterator[None]:
+class sending:  # noqa: N801 - used like a function
     """While vectors of our own are back-propagated: no capture may take them for training.
 
     A nested backward pass runs in the thread of the pass around it, so that two models trained in two threads
-    know nothing of each other here.
+    know nothing of each other here. Who sends is noted by its code, which is among the callers while it does:
+    what an interrupt leaves noted means nothing.
     """
-    before = is_sending()
-    _of_thread.is_sending = True
-    try:
-        yield
-    finally:
-        _of_thread.is_sending = before
+
+    def __enter__(self) -> None:
+        self._before = getattr(_of_thread, "sender", None)
+        _of_thread.sender = sys._getframe(1).f_code
+
+    def __exit__(self, *raised: object) -> None:
+        _of_thread.sender = self._before
 
 
 def is_sending() -> bool:
     """Whether the backward pass that runs in this thread is one of ours."""
-    return getattr(_of_thread, "is_sending", False)
+    sender, frame = getattr(_of_thread, "sender", None), sys._getframe(1)
+    while sender is not None and frame is not None:
+        if frame.f_code is sender:
+            return True
+        frame = frame.f_back  # type: ignore[assignment]
+    return False
 
 
 def records_gradients() -> bool:

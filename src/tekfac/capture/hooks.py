@@ -51,6 +51,7 @@ from tekfac.capture.padding import real_positions
 from tekfac.common.phases import Phase
 from tekfac.common.precision import without_autocast
 from tekfac.common.torch_internals import (
+    calls_in_progress,
     held_back,
     never_compiled,
     roots_of_running_pass,
@@ -238,6 +239,9 @@ class ModelHooks:
     # -- the forward pass ------------------------------------------------------------------------------
 
     def _open_window(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if self._depth and calls_in_progress(model) == 1:  # the pass before this one was interrupted
+            self._depth, self._window = 0, None
+            self._eager.end_forward()
         if self._depth == 0:
             watched = (model.training or not self._only_training) and records_gradients()
             self._window = Window() if watched else None

@@ -159,6 +159,19 @@ def _edge_of(output: Any) -> tuple[Any, int]:
     return output.node, output.output_nr
 
 
+def calls_in_progress(module: torch.nn.Module) -> int:
+    """How many callers of this function are calls of a module, each inside of the other.
+
+    Hooks cannot count them: a call that KeyboardInterrupt leaves runs none, as `always_call` is for `Exception`
+    alone.
+    """
+    frames = _frames_below(sys._getframe())
+    return sum(frame.f_code is _CALL_OF_MODULE and frame.f_locals.get("self") is module for frame in frames)
+
+
+_CALL_OF_MODULE = torch.nn.Module._wrapped_call_impl.__code__
+
+
 # -- the compiler --------------------------------------------------------------------------------------
 
 

@@ -100,8 +100,7 @@ class Evaluation:
         with torch.enable_grad():
             loss = mode.total()
         found = outermost(noted)
-        with sending():
-            reached = torch.autograd.grad(loss, found, retain_graph=True, allow_unused=True) if found else ()
+        reached = _gradients(loss, found) if found else ()
         predictions = [own for own, gradient in zip(found, reached, strict=True) if gradient is not None]
         if not predictions:
             raise RuntimeError(
@@ -119,6 +118,11 @@ class Evaluation:
         with _twice_differentiable(), graph, there, kept, random, _Backward(runs=False) as mode:
             self._closure()
         return float(mode.total())
+
+
+def _gradients(loss: Tensor, predictions: Sequence[Tensor]) -> Sequence[Tensor | None]:
+    with sending():
+        return torch.autograd.grad(loss, predictions, retain_graph=True, allow_unused=True)
 
 
 @contextlib.contextmanager

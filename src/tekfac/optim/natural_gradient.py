@@ -17,6 +17,7 @@ from tekfac.capture.measurement import FisherKind, LikelihoodSetting, LossReduct
 from tekfac.capture.outputs import OutputSelector
 from tekfac.capture.padding import PaddingMask
 from tekfac.capture.selection import StatisticsSamples
+from tekfac.common.interrupts import Uninterrupted
 from tekfac.common.phases import Phase
 from tekfac.common.precision import without_autocast
 from tekfac.curvature.blocks.block_diagonal import BlockDiagonal
@@ -442,7 +443,17 @@ class NaturalGradient(Optimizer):
         return loss
 
     def _try_step(self, loss: object, evaluation: Evaluation | None) -> str | None:
-        """Take the step, or say what keeps it from being taken; then nothing has changed."""
+        """Take the step, or say what keeps it from being taken; then nothing has changed.
+
+        Raises:
+            ValueError: for a learning rate that is no number, of which a schedule is to blame.
+        """
+        for place, group in enumerate(self.param_groups):
+            if not math.isfinite(group["lr"]):
+                raise ValueError(
+                    f"param_groups[{place}]['lr'] is {group['lr']!r}. Expected a finite number: look at what "
+                    "sets it, such as a schedule. No step was taken."
+                )
         together = self._ranks.count > 1
         is_known = isinstance(loss, Tensor | float) and not together  # where others may have another one
         if is_known and not bool(torch.isfinite(torch.as_tensor(loss)).all()):
@@ -465,16 +476,48 @@ class NaturalGradient(Optimizer):
             if waits and finite is not None and not bool(finite):
                 return in_words(raw, self._names, self._owners)
         # Factors, eigenbasis, re-scaling: new values, which replace the old ones only if all are finite.
+        refreshed = before
         if measures:
             self._settle()
             due = self._due()
             start = time.perf_counter()
             try:
-                self._network.blocks = self._network.refreshed(batches, due)
+                refreshed = self._network.refreshed(batches, due)
             except NonFiniteStatisticsError as error:
                 return str(error)
             finally:
                 self._refresh_seconds += time.perf_counter() - start
+        if evaluation is not None:  # whose closure is the user's
+            return self._take(raw, rules, refreshed, finite, evaluation, waits=waits)
+        with Uninterrupted():
+            return self._take(raw, rules, refreshed, finite, None, waits=waits)
+
+    def _take(
+        self,
+        raw: Mapping[Tensor, Tensor],
+        rules: Mapping[str, DampingRule],
+        refreshed: dict[str, LayerCurvature],
+        finite: Tensor | None,
+        evaluation: Evaluation | None,
+        *,
+        waits: bool,
+    ) -> str | None:
+        """Precondition and move; what a step gathers and counts goes with it.
+
+        Args:
+            raw: the gradients.
+            rules: of damping, by layer.
+            refreshed: the blocks from now on.
+            finite: whether all gradients are, on the device, where that is known.
+            evaluation: of the closure, where steps are judged by the loss.
+            waits: whether the host may wait for the device.
+
+        Returns:
+            What keeps the step from being taken; then nothing has changed.
+        """
+        before = self._network.blocks
+        if refreshed is not before:
+            self._network.blocks = refreshed
         # Precondition.
         try:
             with Phase("precondition"):
