@@ -318,3 +318,19 @@ def test_explaining_needs_no_data() -> None:
     with torch.device("meta"):
         model = nn.Linear(5, 4)
     assert len(explain(model, file=None).layers) == 1
+
+
+@pytest.mark.parametrize("lr", [NAN, INFINITY, -INFINITY])
+def test_a_learning_rate_that_a_schedule_has_spoilt_is_named_and_moves_nothing(lr: float) -> None:
+    model = mlp()
+    optimizer = TEKFAC(model, param_groups=[{"params": [model[0]], "lr": 0.1}])
+    optimizer.param_groups[1]["lr"] = lr
+    before = copy.deepcopy(model.state_dict())
+    x, y = vectors(1)[0]
+    F.cross_entropy(model(x), y).backward()
+    with pytest.raises(ValueError, match=rf"param_groups\[1\]\['lr'\] is {lr!r}"):
+        optimizer.step()
+    assert_identical(model.state_dict(), before)
+    optimizer.param_groups[1]["lr"] = 0.1
+    optimizer.step()
+    assert optimizer.num_steps == 1

@@ -13,8 +13,18 @@ from dense import statistics
 from tekfac import TEKFAC, TKFAC
 from tekfac.common.balance import balanced
 from tekfac.optim.natural_gradient import NaturalGradient
-from tekfac.optim.schedule import Clock, Intervals, Schedule, mixed
-from training import assert_identical, everything, mlp, train, vectors
+from tekfac.optim.schedule import (
+    CALLS,
+    CALLS_OF_PASSES,
+    LONGEST_AT_FIRST,
+    Clock,
+    Intervals,
+    Schedule,
+    cost_of_refresh,
+    first_interval,
+    mixed,
+)
+from training import assert_identical, everything, mlp, saved_whole, through_a_file, train, vectors
 
 SIZES = (5, 9, 7, 6, 4, 3)
 MANY = (5, 9, 7, 6, 4, 5, 6, 7, 8, 9, 8, 7, 3)
@@ -50,6 +60,14 @@ def test_intervals_are_a_share_of_the_steps_so_far_and_no_longer_than_asked(ever
 
 def test_the_first_of_the_default() -> None:
     assert times(Clock(50, 0.1), 60) == [*range(21), 22, 24, 26, 28, 30, 33, 36, 39, 42, 46, 50, 55]
+
+
+@pytest.mark.parametrize("least", [2, 3, 5])
+def test_the_first_may_be_longer_than_a_step(least: int) -> None:
+    found = times(Clock(50, 0.1, least), 500)
+    assert found[:3] == [0, least, 2 * least]
+    early = [time for time in found if time <= Clock(50, 0.1, least).early[-1]]
+    assert all(b - a == max(least, int(0.1 * a)) for a, b in pairwise(early))
 
 
 @pytest.mark.parametrize("every", [1, 3, 10])
@@ -135,11 +153,81 @@ def test_turns_share_what_lies_before_the_next_round() -> None:
     assert max(late) == 1
 
 
+# -- how long the first of them are --------------------------------------------------------------------
+
+
+def test_where_measuring_is_dear_the_first_are_longer() -> None:
+    _, optimizer = start()
+    layers = list(optimizer._layers.values())
+    price = sum(map(cost_of_refresh, layers)) + CALLS * len(layers)
+
+    def where_it_takes(times_as_long: float) -> int:
+        return first_interval(layers, (price / times_as_long - CALLS_OF_PASSES * len(layers)) / 3)
+
+    assert [where_it_takes(times) for times in (0.1, 1, 3, 6, 9, 15, 100)] == [
+        1,
+        1,
+        1,
+        2,
+        3,
+        5,
+        LONGEST_AT_FIRST,
+    ]
+
+
+def test_it_is_known_after_the_first_step_and_kept() -> None:
+    model, optimizer = start()
+    assert optimizer._least is None
+    batches = vectors(14)
+    train(model, optimizer, batches[:1])
+    least = optimizer._least
+    assert least is not None
+    assert least > 1  # a step has next to nothing to do
+    assert saved_whole(through_a_file(optimizer.state_dict()))["first_interval"] == least
+    found = []
+    for step, batch in enumerate(batches[1:], start=1):
+        if optimizer._capture.armed:
+            found.append(step)
+        train(model, optimizer, [batch])
+    assert found == list(range(least, 14, least))
+    assert_identical(*runs_with(None), *runs_with(4))
+
+
+def runs_with(stop: int | None) -> list[Any]:
+    """A run with what "auto" finds, perhaps resumed."""
+    model, optimizer = start()
+    for step, batch in enumerate(vectors(12)):
+        if step == stop:
+            state, weights = through_a_file(optimizer.state_dict()), model.state_dict()
+            model, optimizer = start()
+            model.load_state_dict(weights)
+            optimizer.load_state_dict(state)
+        train(model, optimizer, [batch])
+    return [everything(model, optimizer)]
+
+
+def test_it_can_be_set() -> None:
+    model, optimizer = start(first_interval=2)
+    measured = []
+    for batch in vectors(7):
+        measured.append(optimizer._capture.armed)
+        train(model, optimizer, [batch])
+    assert measured == [True, False, True, False, True, False, True]
+
+
+@pytest.mark.parametrize("interval", [0, 1.5, "seldom", True])
+def test_what_is_no_number_of_steps_is_refused(interval: Any) -> None:
+    with pytest.raises((ValueError, TypeError), match="first_interval"):
+        start(first_interval=interval)
+
+
 # -- the run -------------------------------------------------------------------------------------------
 
 
 def test_the_past_counts_by_the_steps_that_lie_between() -> None:
-    model, optimizer = start(factor_decay=0.9, factors_every=10, basis_every=10, interval_growth=0.5)
+    model, optimizer = start(
+        factor_decay=0.9, factors_every=10, basis_every=10, interval_growth=0.5, first_interval=1
+    )
     seen = times(Clock(10, 0.5), 30)
     train(model, optimizer, vectors(30))
     weights = [0.9 ** (seen[-1] - time) for time in seen]
@@ -155,7 +243,7 @@ def test_an_interval_counts_as_ten_steps_at_most() -> None:
 
 
 def test_staleness_follows_the_clock() -> None:
-    model, optimizer = start(factors_every=4, basis_every=4, interval_growth=0.5)
+    model, optimizer = start(factors_every=4, basis_every=4, interval_growth=0.5, first_interval=1)
     found = []
     for batch in vectors(14):
         train(model, optimizer, [batch])

@@ -28,7 +28,7 @@ from tekfac.capture.autograd import Descent, sending, will_come_by
 from tekfac.capture.hooks import WHY_NOTHING_CAME, Arrival, ModelHooks
 from tekfac.capture.likelihood_of_loss import LikelihoodsOfLosses
 from tekfac.capture.measurement import FisherKind, Measurement
-from tekfac.capture.module_calls import ModuleCall, versions
+from tekfac.capture.module_calls import ModuleCall, multiplications_of, versions
 from tekfac.capture.output_layout import OutputLayout, found_layout, layer_with_samples_second
 from tekfac.capture.probing import Probing, hopeful, probed_clear, shapes_of_pass
 from tekfac.capture.sample_axis import (
@@ -120,6 +120,8 @@ class Capture:
         tallies: of their loss terms, by the name of the prediction, or of several that were measured together.
         samples: their samples, but for passes in which no term counts.
         seconds: what measuring in backward passes has taken so far, by the clock of the host.
+        multiplications: of products with the layers' weights in the forward passes of the last step that was
+            measured.
         left_out: names of layers that were seen, but not in a way that can be measured.
     """
 
@@ -161,6 +163,7 @@ class Capture:
         self.passes = self.samples = 0
         self.tallies: dict[str, Tally] = {}
         self.seconds = 0.0
+        self.multiplications = self._multiplications = 0
         self._kept = self.sampling, self.choosing, self.likelihoods
         self._measurement = measurement
         self._ranks = ranks
@@ -283,6 +286,7 @@ class Capture:
         self._batches, self._unfinished, self.problems = {}, [], []
         self.passes = self.samples = 0
         self.tallies = {}
+        self.multiplications, self._multiplications = self._multiplications or self.multiplications, 0
         self._hooks.predictions = {}
         self._loss_scale = 1.0
         self._adds_up = True
@@ -369,6 +373,7 @@ class Capture:
         if fisher == "sampled" and whole.terms and not (calls and num_terms):
             self._drawn(prediction, whole, outputs.device)  # later draws are as with more layers
         measures = bool(calls) and bool(num_terms or others)
+        self._multiplications += sum(map(multiplications_of, calls))
         if others:
             calls = [noted for noted in calls if will_come_by(noted.call)]
         is_open = measures and self._probing.is_open(calls, outputs)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -102,6 +103,13 @@ def is_unclear(noted: ModuleCall, num_samples: int) -> bool:
 def shapes_of(noted: ModuleCall) -> Hashable:
     """Of all tensors that a call got and gave."""
     return tuple(tensor.shape for tensor in _tensors(noted.call.kept)), tuple(noted.call.shapes)
+
+
+def multiplications_of(noted: ModuleCall) -> int:
+    """Of the products with a module's weights in a call, roughly; tables are looked up."""
+    shapes = noted.call.shapes
+    outputs = math.prod(shapes[0]) if shapes else 0
+    return sum(outputs * own.shape.d_in for own in noted.watched.layers.values() if not own.is_table)
 
 
 def snapshot(value: Any) -> Any:

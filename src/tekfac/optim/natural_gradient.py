@@ -38,7 +38,7 @@ from tekfac.optim.first_order import adam_directions
 from tekfac.optim.model_layers import ModelLayers
 from tekfac.optim.param_groups import Selected, named, selected_parameters
 from tekfac.optim.quadratic_model import Move
-from tekfac.optim.schedule import WORTH_TURNS, Intervals, Schedule, cost_of_refresh
+from tekfac.optim.schedule import WORTH_TURNS, Intervals, Schedule, cost_of_refresh, first_interval
 from tekfac.optim.settings import (
     AUTO,
     DEFAULT_BASIS_TOLERANCE,
@@ -94,6 +94,7 @@ class NaturalGradient(Optimizer):
         basis_every: int = 50,
         rescaling_every: int | None = None,
         interval_growth: float | None = 0.1,
+        first_interval: int | Literal["auto"] = "auto",
         factor_decay: float = 0.95,
         rescaling_decay: float | None = None,
         decay_per: DecayPer = "step",
@@ -157,7 +158,9 @@ class NaturalGradient(Optimizer):
             rescaling_every: steps between updates of Theta, where it is measured, in the end; None: 50. KFAC
                 and TKFAC have none.
             interval_growth: these intervals are shorter at first: at most this share of the steps so far, so
-                that the first steps all measure; None: they are what they are from the first step on.
+                that curvature is measured often then; None: they are what they are from the first step on.
+            first_interval: the shortest of intervals that grow; "auto": 1, so that the first steps all
+                measure, or up to 5 where measuring takes many times as long as a step, as in small networks.
             factor_decay: weight of the past in the factors' running averages, in [0, 1).
             rescaling_decay: weight of the past in the running average of second moments, in [0, 1); None: 0.95.
                 KFAC and TKFAC have none unless it is moving.
@@ -248,6 +251,7 @@ class NaturalGradient(Optimizer):
         )
         self._network = NetworkCurvature(self._layers, recipe, self._form, self._ranks)
         self._by_turns = None if settings.turns == AUTO else bool(settings.turns)
+        self._least = None if settings.first_interval == AUTO else int(settings.first_interval)
         self._schedule = self._new_schedule()
         self._capture = Capture(
             model,
@@ -584,8 +588,8 @@ class NaturalGradient(Optimizer):
 
         A layer that was not seen in a few watched steps waits for the next step that measures anyway.
         """
-        if self._by_turns is None and self._num_steps:
-            self._decide_on_turns()
+        if self._num_steps and (self._by_turns is None or self._least is None):
+            self._decide_on_schedule()
         waiting = any(attempts < MAX_ATTEMPTS for attempts in self._attempts.values())
         if waiting or not self._network.blocks:
             self._model_layers.report_strangers(self.param_groups)
@@ -617,14 +621,20 @@ class NaturalGradient(Optimizer):
     def _new_schedule(self) -> Schedule:
         settings = self._settings
         rescaling = settings.rescaling_every if self._recipe.rescaling.measured else None
-        intervals = Intervals(settings.factors_every, settings.basis_every, rescaling, settings.interval_growth)
+        every, growth = (settings.factors_every, settings.basis_every, rescaling), settings.interval_growth
+        intervals = Intervals(*every, growth, self._least or 1)
         return Schedule(intervals, self._layers, by_turns=self._by_turns or False)
 
-    def _decide_on_turns(self) -> None:
-        """Let layers take turns where that is for nothing; known when the first step is taken."""
-        on_cpu = next(iter(self._names)).device.type == "cpu"
-        is_free = self._capture.costs_no_pass and on_cpu and not self._capture.is_compiled
-        self._by_turns = is_free and sum(map(cost_of_refresh, self._layers.values())) > WORTH_TURNS
+    def _decide_on_schedule(self) -> None:
+        """Let layers take turns where that is for nothing, and look at dear ones less; after the first step."""
+        if self._by_turns is None:
+            on_cpu = next(iter(self._names)).device.type == "cpu"
+            is_free = self._capture.costs_no_pass and on_cpu and not self._capture.is_compiled
+            self._by_turns = is_free and sum(map(cost_of_refresh, self._layers.values())) > WORTH_TURNS
+        if self._least is None:
+            everywhere = self._ranks.gather(self._capture.multiplications)
+            trained = [layer for layer in self._layers.values() if layer.weight.requires_grad]
+            self._least = first_interval(trained, sum(everywhere) / len(everywhere))
         self._schedule = self._new_schedule()
 
     @property
@@ -927,6 +937,7 @@ class NaturalGradient(Optimizer):
             "rejected_steps": self._rejected_steps,
             "attempts": dict(self._attempts),
             "turns": self._by_turns,
+            "first_interval": self._least,
             "highest_lr": list(self._highest_lr),
             "recipe": self._recipe_in_words(),
             "sampling": self._capture.sampling.state(),
@@ -966,7 +977,9 @@ class NaturalGradient(Optimizer):
         self._highest_lr = list(saved.whole["highest_lr"])
         if self._settings.turns == AUTO:
             self._by_turns = saved.whole["turns"]
-            self._schedule = self._new_schedule()
+        if self._settings.first_interval == AUTO:
+            self._least = saved.whole.get("first_interval", 1)
+        self._schedule = self._new_schedule()
         self._capture.clear()
         self._arm()
 

@@ -1,14 +1,15 @@
 """Which layers are refreshed at which step: often at first, then at intervals; all at once, or by turns.
 
-A network changes fastest in its first steps, so that intervals begin with one step and grow with the number of
-steps. By turns every layer keeps its interval but has a step of its own in it, chosen so that no step has much
-more to do than another. All of it follows from the layers and the settings: nothing has to be saved.
+A network changes fastest in its first steps, so that intervals begin with one step, or a few where measuring is
+much dearer than a step, and grow with the number of steps. By turns every layer keeps its interval but has a
+step of its own in it, chosen so that no step has much more to do than another. All of it follows from the
+layers, the settings and what the first step has shown of its own price.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 
@@ -22,6 +23,18 @@ FLOPS_OF_EIGENDECOMPOSITION = 9
 WORTH_TURNS = 10**9
 """Operations of a whole refresh, some 20 ms, up to which watching every step costs more than it saves."""
 
+CALLS = 5 * 10**7
+"""Multiplications in the time that calls around a layer's refresh take, roughly, on one core."""
+
+CALLS_OF_PASSES = 5 * 10**6
+"""The same of a layer's forward and backward pass."""
+
+DEAR = 3
+"""Steps that a measurement may take as long as: it is not dear then."""
+
+LONGEST_AT_FIRST = 5
+"""Interval."""
+
 SAMPLES = 16
 """Whose gradients are formed and projected, in the weighing of layers against each other."""
 
@@ -32,23 +45,29 @@ class Clock:
 
     Attributes:
         every: the interval.
-        growth: intervals before are this share of the steps so far, at least one step; None: none are shorter.
+        growth: intervals before are this share of the steps so far; None: none are shorter.
+        least: and at least so many steps.
         rounds: a clock of a shorter interval, at whose times the early ones of this clock are.
     """
 
     every: int
     growth: float | None = None
+    least: int = 1
     rounds: Clock | None = None
 
     @cached_property
     def early(self) -> list[int]:
         """The times before those that are multiples of the interval, and 0, the first."""
         times = [0]
-        while self.growth is not None and (interval := max(1, int(self.growth * times[-1]))) < self.every:
+        while self.growth is not None and (interval := self._growing(times[-1])) < self.every:
             times.append(self._in_a_round(times[-1] + interval))
         while len(times) > 1 and -times[-1] % self.every < times[-1] - times[-2]:  # no shorter one in between
             times.pop()
         return times
+
+    def _growing(self, time: int) -> int:
+        """The interval after a time, as it grows."""
+        return max(self.least, int((self.growth or 0.0) * time))
 
     def _in_a_round(self, time: int) -> int:
         """A time, or the next one of the rounds."""
@@ -75,13 +94,15 @@ class Intervals:
         factors: of the factors.
         basis: of the eigenbasis.
         rescaling: of Theta.
-        growth: of all of them, at first (see Clock).
+        growth: of all of them, at first, and
+        least: how long they are then (see Clock).
     """
 
     factors: int
     basis: int
     rescaling: int | None
     growth: float | None = None
+    least: int = 1
 
     @property
     def shortest(self) -> int:
@@ -97,8 +118,8 @@ class Schedule:
     """
 
     def __init__(self, intervals: Intervals, layers: Mapping[str, Layer], *, by_turns: bool) -> None:
-        self._round = Clock(intervals.shortest, intervals.growth)
-        clock = partial(Clock, growth=intervals.growth, rounds=self._round)
+        self._round = Clock(intervals.shortest, intervals.growth, intervals.least)
+        clock = partial(Clock, growth=intervals.growth, least=intervals.least, rounds=self._round)
         self._factors, self._basis = clock(intervals.factors), clock(intervals.basis)
         self._rescaling = None if intervals.rescaling is None else clock(intervals.rescaling)
         costs = {name: cost_of_refresh(layer) for name, layer in layers.items()}
@@ -157,6 +178,18 @@ def cost_of_refresh(layer: Layer) -> int:
     decompositions = FLOPS_OF_EIGENDECOMPOSITION * sides
     projections = 2 * SAMPLES * shape.d_in * shape.d_out * sum(shape.forms.turning(shape.d_in, shape.d_out))
     return shape.groups * (decompositions + projections)
+
+
+def first_interval(layers: Collection[Layer], multiplications: float) -> int:
+    """The shortest interval that is worth its price: so that measuring takes a few times as long as the rest.
+
+    Args:
+        layers: that are measured.
+        multiplications: of the products with their weights in the forward passes of a step.
+    """
+    refresh = sum(map(cost_of_refresh, layers)) + CALLS * len(layers)
+    step = 3 * multiplications + CALLS_OF_PASSES * len(layers)
+    return max(1, min(LONGEST_AT_FIRST, round(refresh / (DEAR * step))))
 
 
 def mixed(turns: Sequence[list[str]]) -> list[list[str]]:

@@ -91,6 +91,7 @@ class Settings(Measurement):
     basis_every: int = 50
     rescaling_every: int = 50
     interval_growth: float | None = 0.1
+    first_interval: int | Literal["auto"] = "auto"
     sharing: str = "exact"
     averaging: Averaging = "moments"
     kl_clip: float | None = None
@@ -124,6 +125,8 @@ class Settings(Measurement):
                 f"Invalid interval_growth: {growth!r}. Expected a number from {LEAST_GROWTH} to 1, the share "
                 "of the steps so far that an interval has at most, or None for intervals that do not grow."
             )
+        if self.first_interval != AUTO:
+            require_whole("first_interval", self.first_interval, "of steps, at least 1, or 'auto'")
         require_choice("beta", self.beta, BETA_READINGS)
         require_choice("averaging", self.averaging, AVERAGINGS)
         require_choice("rescaling", self.rescaling, RESCALINGS)
