@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from framework_examples import assert_same_end, example, left_to_adamw, without_curvature
+from framework_examples import assert_same_end, example, left_to_adamw, unwrapped, without_curvature
 from tekfac.optim.schedule import Clock
 from tekfac.optim.settings import Settings
 
@@ -87,8 +87,9 @@ def calls_by_step(compiled_digits: ModuleType, run: Any, backend: Counting, step
 def test_the_compiled_graph_runs_on_every_step_that_does_not_measure(compiled_digits: ModuleType) -> None:
     torch._dynamo.reset()
     backend = Counting()
-    counts = calls_by_step(compiled_digits, compiled_digits.start("TEKFAC", backend), backend, 45)
-    measuring = Clock(Settings.factors_every, Settings.interval_growth)
+    run = compiled_digits.start("TEKFAC", backend)
+    counts = calls_by_step(compiled_digits, run, backend, 45)
+    measuring = Clock(Settings.factors_every, Settings.interval_growth, unwrapped(run.optimizer)._least)
     assert counts == [measuring.latest(step) != step for step in range(45)]
     assert sum(counts) > 10
     assert backend.graphs == 1

@@ -297,9 +297,9 @@ def test_bases_may_be_kept_or_tracked(setting: dict[str, Any], monkeypatch: pyte
 @pytest.mark.parametrize("method", METHODS)
 def test_equal_layers_together_move_as_each_alone(method: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     together, alone = network(), network()
-    train(method(together, lr=0.01), together, 12)
+    train(method(together, lr=0.01, first_interval=1), together, 12)
     monkeypatch.setattr("tekfac.curvature.stacks.STACKED", 0)
-    train(method(alone, lr=0.01), alone, 12)
+    train(method(alone, lr=0.01, first_interval=1), alone, 12)
     for expected, found in zip(together.parameters(), alone.parameters(), strict=True):
         assert_close(found.detach(), expected.detach(), 1e-9)
 
@@ -336,7 +336,8 @@ def test_a_transposed_convolution_is_one_by_the_kernel_turned_round(method: Any)
         usual[0].bias.copy_(transposed[0].bias)
     x, y = normal(40, 8, 8, 8), torch.arange(40) % 3
     for model in (transposed, usual):
-        optimizer = method(model, lr=0.01, seed=0, damping=1e-3, statistics_samples=None)
+        more = {"damping": 1e-3, "statistics_samples": None, "first_interval": 1}
+        optimizer = method(model, lr=0.01, seed=0, **more)
         assert optimizer._layers["0"].shape.kernel == (3, 3)
         for _ in range(6):
             optimizer.zero_grad()

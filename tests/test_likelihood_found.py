@@ -170,7 +170,7 @@ def test_two_calls_with_the_same_kind_of_loss_have_its_likelihood() -> None:
 
 def test_a_batch_that_says_nothing_leaves_it_open() -> None:
     model = mlp()
-    optimizer = TEKFAC(model)
+    optimizer = TEKFAC(model, first_interval=1)
     steps(model, optimizer, lambda z: 0.0 * F.cross_entropy(z, LABELS))
     assert optimizer.likelihoods == {}
     steps(model, optimizer, LOSSES["cross entropy"][0])

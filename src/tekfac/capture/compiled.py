@@ -16,12 +16,14 @@ from __future__ import annotations
 import contextlib
 import sys
 import threading
+import weakref
 from collections.abc import Iterator
 from types import FrameType
 from typing import Any
 
 from torch import nn
 
+from tekfac.common.interrupts import Uninterrupted
 from tekfac.common.torch_internals import (
     COMPILER,
     StanceChange,
@@ -31,28 +33,28 @@ from tekfac.common.torch_internals import (
 )
 
 _lock = threading.RLock()
-_holders = 0
 _change: StanceChange | None = None
 
 
 class Handle:
-    """A wish that compiled code runs eagerly; `remove` ends it, and may be called twice."""
+    """A wish that compiled code runs eagerly; `remove` ends it, and may be called twice.
+
+    One that nobody holds any more, since an interrupt came before it was put anywhere, is no wish.
+    """
 
     def __init__(self) -> None:
-        global _holders
-        self._held = True
-        with _lock:
-            _holders += 1
+        with _lock, Uninterrupted():
+            _held.add(self)
             _run_eagerly()
 
     def remove(self) -> None:
         """With the last wish the stance is what it was before the first, unless it was changed meanwhile."""
-        global _holders
-        with _lock:
-            if self._held:
-                self._held = False
-                _holders -= 1
-                settle()
+        with _lock, Uninterrupted():
+            _held.discard(self)
+            settle()
+
+
+_held: weakref.WeakSet[Handle] = weakref.WeakSet()
 
 
 @contextlib.contextmanager
@@ -71,8 +73,8 @@ def settle() -> None:
     While another stance is in force, ours may come back when that ends: then it is put back the next time.
     """
     global _change
-    with _lock:
-        if _holders or _change is None:
+    with _lock, Uninterrupted():
+        if _held or _change is None:
             return
         back = change_stance("default")
         back.undo()
