@@ -53,6 +53,7 @@ def run(options: argparse.Namespace) -> None:
     points = _points(options, base, names, tuned)
     seeds = run_arguments.seeds(options)
     configs = recipes.configs(base, points, seeds)
+    run_arguments.require_named(configs, options)
     folders = run_configs(configs, options.out, run_arguments.manner(options), "All runs")
     asked = Asked(
         title=f"{len(names)} optimizers on {base.data} with {base.model}",

@@ -93,6 +93,20 @@ def over(base: RunConfig, options: argparse.Namespace) -> RunConfig:
     return RunConfig.from_plain({**base.plain(), **given, "model_options": model_options})
 
 
+def require_named(configs: Iterable[RunConfig], options: argparse.Namespace) -> None:
+    """Raise ValueError where a file names a function that is to make the model, and the command line does not.
+
+    A file may come from anywhere, and a function may do anything.
+    """
+    for config in configs:
+        if ":" in config.model and config.model != options.model:
+            raise ValueError(
+                f"A file with settings names the function {config.model!r} to make the model, with "
+                f"{dict(config.model_options)}. It would be run: if you know it and want that, name it, too: "
+                f"--model {config.model}"
+            )
+
+
 def of_task(options: argparse.Namespace) -> dict[str, Any]:
     """The settings of the task that stand on the command line."""
     names = [field.name for field in fields(RunConfig) if field.name not in (*NESTED, *OF_OPTIMIZER)]

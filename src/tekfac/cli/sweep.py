@@ -49,6 +49,9 @@ def run(options: argparse.Namespace) -> None:
     if (options.grid is None) == (options.config is None):
         raise ValueError("A sweep needs --grid paper, --grid small or --config FILE: one of them.")
     plan = _from_file(options) if options.config else _from_grid(options)
+    run_arguments.require_named(
+        (config for point in plan.examples() for config in plan.configs(point)), options
+    )
     if not plan.base.held_back:
         output().print("Careful: the points are judged on the test set (held_back = 0), which they then fit.")
     trials = sweep(plan, options.out, run_arguments.manner(options), options.storage)

@@ -77,6 +77,7 @@ def run(options: argparse.Namespace) -> None:
         run_arguments.refuse(options, ["out"], "the run stays in its folder")
     folder = options.resume or options.out or Path(DEFAULT_OUT)
     config = _resumed(options) if options.resume else _config(options)
+    run_arguments.require_named([config], options)
     with progress("told", quiet=options.quiet) as bars:
         task = bars.add_task(f"{config.optimizer} on {config.data}", total=None, told="")
 

@@ -15,6 +15,8 @@ from tekfac.lab.data.catalogue import FOLDER
 from tekfac.lab.data.images import DataSet, Images
 
 ENDINGS = frozenset((".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".ppm", ".pgm", ".tif", ".tiff"))
+FORMATS = ("PNG", "JPEG", "BMP", "GIF", "WEBP", "PPM", "TIFF")
+"""What such files may be inside: others, of which PostScript is one, would be handed on to other programs."""
 GREY = frozenset(("1", "L", "LA"))
 COLOURED = frozenset(("P", "PA", "RGB", "RGBA", "RGBX", "RGBa", "CMYK", "YCbCr", "HSV", "LAB"))
 TEST_EVERY = 5
@@ -144,7 +146,7 @@ def _opened(path: Path) -> Iterator[Any]:
     """An open image; whatever is wrong with it, the error names its file."""
     pillow = require("PIL.Image", "Reading images")
     try:
-        with pillow.open(path) as image:
+        with pillow.open(path, formats=FORMATS) as image:
             yield image
     except Exception as error:  # a damaged image can end in nearly any error
         raise ValueError(f"Cannot read {str(path)!r} as an image: {error}. Remove or replace it.") from error
