@@ -156,6 +156,8 @@ def _problem(name: str, module: nn.Module, kind: LayerKind) -> str | None:
             )
     if any(not parameter.is_floating_point() for parameter in module.parameters()):
         return "its parameters are no real numbers"
+    if any(not parameter.numel() for parameter in module.parameters()):
+        return "it has a parameter without any number"
     if has_own_forward(module):
         return f"{type(module).__name__} has a forward pass of its own"
     return kind.problem(module)

@@ -23,7 +23,7 @@ from tekfac.common.precision import without_autocast
 from tekfac.curvature.blocks.block_diagonal import BlockDiagonal
 from tekfac.curvature.blocks.kronecker import KroneckerBlock
 from tekfac.curvature.layer_curvature import Due, LayerCurvature, NonFiniteStatisticsError, Recipe
-from tekfac.curvature.motion import StepForm
+from tekfac.curvature.motion import LayerMotion, StepForm
 from tekfac.curvature.network import LayerSignals, NetworkCurvature
 from tekfac.curvature.rescaling import PRODUCT
 from tekfac.curvature.stacks import StepInputs
@@ -951,23 +951,38 @@ class NaturalGradient(Optimizer):
         """Go on where the saved optimizer stopped, bit for bit.
 
         Raises:
-            ValueError: if the state belongs to another method or another architecture; the message
-                names what differs. Nothing is changed then.
+            ValueError: if the state belongs to another method or another architecture, or is damaged; the
+                message names what differs, or what is wrong by its place. Nothing is changed then.
         """
         self._look_again_if_frozen_or_unfrozen()
         saved = SavedState(state_dict, self._layers, self.param_groups)
         saved.require_method(self.method.name, self._recipe_in_words())
         saved.require_architecture()
-        blocks, motions = saved.blocks(), saved.motions()
+        saved.require_sound()
+        blocks, motions, averages, for_torch = (
+            saved.blocks(),
+            saved.motions(),
+            saved.averages(),
+            saved.for_torch(),
+        )
         self._capture.sampling.load(saved.whole["sampling"])  # which fails if its device is not here
+        with Uninterrupted():
+            self._take_over(saved, blocks, motions, averages, for_torch)
+
+    def _take_over(
+        self,
+        saved: SavedState,
+        blocks: dict[str, LayerCurvature],
+        motions: dict[str, LayerMotion],
+        averages: Mapping[Tensor, dict[str, Tensor]],
+        for_torch: dict[str, Any],
+    ) -> None:
+        """Put what was read of a state, all of which is known to be sound, in the place of what is here."""
         self._capture.choosing.load(saved.whole["choosing"])
         self._capture.likelihoods.load(saved.whole.get("likelihoods", "{}"))
-        super().load_state_dict(saved.for_torch())
-        for (
-            parameter,
-            averages,
-        ) in saved.averages().items():  # which torch has cast to the parameter's precision
-            self.state[parameter].update(averages)
+        super().load_state_dict(for_torch)
+        for parameter, own in averages.items():  # which torch has cast to the parameter's precision
+            self.state[parameter].update(own)
         self._network.load(blocks, motions)
         self._skipping.read()
         self._num_steps = saved.whole["num_steps"]
@@ -986,7 +1001,8 @@ class NaturalGradient(Optimizer):
     def _recipe_in_words(self) -> dict[str, str]:
         """The settings that statistics must share to be averaged with one another."""
         return {
-            name: getattr(self._settings, name) for name in ("sharing", "averaging", "rescaling", "momentum_at")
+            name: getattr(self._settings, name)
+            for name in ("sharing", "averaging", "rescaling", "momentum_at", "fisher", "loss_reduction")
         }
 
     def __getstate__(self) -> dict[str, Any]:

@@ -27,6 +27,13 @@ from tekfac.curvature.layer_curvature import LayerCurvature
 from tekfac.curvature.motion import LayerMotion, Moving
 from tekfac.damping import from_plain, to_plain
 from tekfac.layers.layer import Layer
+from tekfac.optim.sound_state import (
+    require_frame,
+    require_group,
+    require_layer,
+    require_parameter,
+    require_whole,
+)
 from tekfac.ranks.shards import cut_like
 
 FORMAT = 4
@@ -87,7 +94,8 @@ class SavedState:
         Raises:
             ValueError: for what is no state of this library, or of another version of it.
         """
-        self._groups: list[dict[str, Any]] = [dict(group) for group in state_dict.get("param_groups", ())]
+        require_frame(state_dict)
+        self._groups: list[dict[str, Any]] = [dict(group) for group in state_dict["param_groups"]]
         if not self._groups or KEY not in self._groups[0]:
             found = sorted(self._groups[0]) if self._groups else sorted(state_dict)
             raise ValueError(
@@ -95,11 +103,15 @@ class SavedState:
                 f"only {found}."
             )
         self.whole: dict[str, Any] = self._groups[0].pop(KEY)
-        if self.whole["format"] != FORMAT:
+        written = self.whole.get("format") if isinstance(self.whole, Mapping) else None
+        if written != FORMAT:
             raise ValueError(
-                f"The saved state has format {self.whole['format']}, this version of tekfac reads format "
-                f"{FORMAT}. Load it with the version that saved it."
+                f"The saved state has format {written}, this version of tekfac reads format {FORMAT}. Load it "
+                "with the version that saved it."
             )
+        require_whole(self.whole)
+        for place, group in enumerate(self._groups):
+            require_group(place, group)
         self._layers = layers
         self._present = groups
         # Whatever stands for a parameter there, an index or a name, stands for the one in the same place here.
@@ -116,7 +128,7 @@ class SavedState:
                 f"tekfac.{saved}, or start {method} anew."
             )
         for key, value in recipe.items():
-            if self.whole["recipe"][key] != value:
+            if self.whole["recipe"].get(key, value) != value:
                 raise ValueError(
                     f"The saved statistics were taken with {key}={self.whole['recipe'][key]!r}, this optimizer "
                     f"has {key}={value!r}; they cannot be averaged. Make the optimizer with the saved setting."
@@ -127,6 +139,18 @@ class SavedState:
         differences = self._differing_layers() + self._differing_parameters()
         if differences:
             raise ValueError("The saved state is that of another architecture: " + "; ".join(differences) + ".")
+
+    def require_sound(self) -> None:
+        """Raise ValueError for numbers that no optimizer could have left, by their place."""
+        for index, (name, parameter) in enumerate(self._named_parameters()):
+            require_parameter(name, parameter, self._state.get(index, {}))
+        positions = {parameter: index for index, parameter in enumerate(_parameters(self._present))}
+        for layer in self._layers.values():
+            require_layer(layer, self._state.get(positions[layer.weight], {}))
+
+    def _named_parameters(self) -> list[tuple[str, Tensor]]:
+        names = [name for group in self._present for name in group["param_names"]]
+        return list(zip(names, _parameters(self._present), strict=True))
 
     def _differing_layers(self) -> list[str]:
         ours, theirs = self._layers, self.whole["layers"]
@@ -158,7 +182,7 @@ class SavedState:
         parameters = _parameters(self._present)
         for index, values in self._state.items():
             velocity = values.get("momentum_buffer", values.get("exp_avg"))
-            if velocity is not None and velocity.shape != parameters[index].shape:
+            if isinstance(velocity, Tensor) and velocity.shape != parameters[index].shape:
                 differences.append(
                     f"parameter {names[index]!r} has shape {list(parameters[index].shape)}, saved "
                     f"{list(velocity.shape)}"
