@@ -313,3 +313,41 @@ def test_curvature_loaded_from_a_live_optimizer_is_a_copy() -> None:
         assert layer.moments.values.input.any()
         assert layer.basis.vectors_in.any()
         assert layer.rescaling.any()
+
+
+@both_steps
+@pytest.mark.parametrize("fisher", ["auto", "sampled"])
+def test_a_state_in_the_middle_of_accumulation_is_that_of_the_last_step(step: str, fisher: Any) -> None:
+    """Whoever goes on from it makes the batch anew, as its gradients are in no state."""
+    ends = []
+    for stop in (None, 0, 2, 3):
+        make = maker(TEKFAC, step)
+        settings: dict[str, Any] = {
+            "lr": 0.01,
+            "seed": 0,
+            "fisher": fisher,
+            "factors_every": 2,
+            "basis_every": 2,
+        }
+        model, taken = cnn(), 0
+        before = {name: own.clone() for name, own in model.named_buffers()}  # which passes move, whatever comes
+        optimizer = make(model, **settings)
+        while taken < 5:
+            optimizer.zero_grad()
+            halves = images(2, seed=taken)
+            backward(model, halves[0])
+            if taken == stop:
+                state, stop = through_a_file(optimizer.state_dict()), None
+                weights = copied(model.state_dict())
+                model = cnn(seed=7)
+                model.load_state_dict({**weights, **before})
+                optimizer = make(model, **settings)
+                optimizer.load_state_dict(state)
+                continue
+            backward(model, halves[1])
+            optimizer.step()
+            before = {name: own.clone() for name, own in model.named_buffers()}
+            taken += 1
+        ends.append(everything(model, optimizer))
+    for end in ends[1:]:
+        assert_identical(ends[0], end)

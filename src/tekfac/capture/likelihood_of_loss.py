@@ -181,8 +181,8 @@ class LikelihoodsOfLosses:
         self._known = dict(self._before)
 
     def state(self) -> str:
-        """What was found, to go on from."""
-        plain = {name: [known.seen, _to_plain(known.likelihood)] for name, known in self._known.items()}
+        """What was found up to the last `keep`, to go on from."""
+        plain = {name: [known.seen, _to_plain(known.likelihood)] for name, known in self._before.items()}
         return json.dumps(plain)
 
     def load(self, state: str) -> None:

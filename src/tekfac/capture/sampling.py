@@ -37,13 +37,13 @@ class Sampling:
         self._before = None
 
     def state(self) -> dict[str, Any]:
-        """The generator as plain values."""
+        """The generator as plain values, as it was at the last `keep`: passes since then will be made again."""
         if self._generator is None:
             return {"seed": self._seed, "device": None, "state": None}
         return {
             "seed": self._seed,
             "device": str(self._generator.device),
-            "state": self._generator.get_state(),
+            "state": self._generator.get_state() if self._before is None else self._before.clone(),
         }
 
     def load(self, saved: Mapping[str, Any]) -> None:
