@@ -50,7 +50,7 @@ def test_a_failure_is_retried_in_float64_then_with_growing_jitter(
 ) -> None:
     eigh = Failing(2 + len(JITTERS) - 1, how)
     monkeypatch.setattr(torch.linalg, "eigh", eigh)
-    with caplog.at_level(logging.WARNING, "tekfac"):
+    with caplog.at_level(logging.INFO, "tekfac"):
         values, vectors_ = symmetric_eigen(matrix)
     assert [m.dtype for m in eigh.seen] == [torch.float32] + [torch.float64] * (1 + len(JITTERS))
     added = [float((m - eigh.seen[1]).diagonal().mean()) for m in eigh.seen[2:]]
@@ -72,6 +72,22 @@ def test_when_every_attempt_fails_that_is_said(matrix: Tensor, monkeypatch: pyte
     monkeypatch.setattr(torch.linalg, "eigh", Failing(None))
     with pytest.raises(DecompositionError, match=r"\(5, 5\).*float64"):
         symmetric_eigen(matrix)
+
+
+def test_what_fails_for_long_is_told_of_each_layer_at_the_first_and_the_tenth_time(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    model, data = mlp(), vectors(14)
+    optimizer = TEKFAC.natural(model, lr=0.001, **EVERY_STEP)  # type: ignore[arg-type]
+    train(model, optimizer, data[:1])
+    monkeypatch.setattr(torch.linalg, "eigh", Failing(None))
+    train(model, optimizer, data[1:])
+    assert optimizer.failed_refreshes == 2 * 13
+    told = [r.getMessage() for r in caplog.records if r.levelno >= logging.WARNING]
+    assert len(told) == 4
+    for name in ("0", "2"):
+        for count in (1, 10):
+            assert sum(f"layer {name!r} (time {count})" in message for message in told) == 1
 
 
 @pytest.mark.parametrize("method", METHODS)

@@ -304,7 +304,7 @@ def symmetric_eigen(matrix: Tensor) -> tuple[Tensor, Tensor]:
     """Eigenvalues [..., d] (clamped at 0) and eigenvectors [..., d, d] of positive semi-definite matrices.
 
     A decomposition that fails is tried again in float64, then with a growing multiple of the identity
-    added (which does not move exact eigenvectors).
+    added (which does not move exact eigenvectors); the log says so for those who read on.
 
     Raises:
         DecompositionError: if all of these fail.
@@ -325,12 +325,12 @@ def symmetric_eigen(matrix: Tensor) -> tuple[Tensor, Tensor]:
         try:
             values, vectors = torch.linalg.eigh(candidate)
         except RuntimeError as error:  # torch.linalg.LinAlgError is one
-            logger.warning("Eigendecomposition of a %s matrix failed %s: %s", tuple(matrix.shape), how, error)
+            logger.info("Eigendecomposition of a %s matrix failed %s: %s", tuple(matrix.shape), how, error)
             continue
         if bool(torch.isfinite(values.sum() + vectors.sum())):
             values = (values - added).clamp_min(0).to(matrix.dtype) * unit[..., 0]
             return values, vectors.to(matrix.dtype)
-        logger.warning("Eigendecomposition of a %s matrix gave non-finite numbers %s", tuple(matrix.shape), how)
+        logger.info("Eigendecomposition of a %s matrix gave non-finite numbers %s", tuple(matrix.shape), how)
     raise DecompositionError(
         f"No eigendecomposition of a {tuple(matrix.shape)} matrix succeeded, not in float64 and not "
         f"with {JITTERS[-1]:g} of its mean eigenvalue added to the diagonal."

@@ -103,6 +103,26 @@ def unseen_layers(optimizer: str, layers: Sequence[str], why: str) -> None:
     )
 
 
+def failed_refreshes(optimizer: str, before: Mapping[str, int], after: Mapping[str, int]) -> None:
+    """Layers whose decompositions have failed for good: at the first, 10th, 100th, ... time of each."""
+    for name, count in after.items():
+        if count > before.get(name, 0) and is_power_of_ten(count):
+            logger.warning(
+                "%s could not decompose the factors of layer %r (time %d), not in float64 either: it goes on "
+                "with the basis that it has. Should that go on, look at its inputs, or leave it to first "
+                "order (first_order=[%r]).",
+                optimizer,
+                name,
+                count,
+                name,
+            )
+
+
+def is_power_of_ten(count: int) -> bool:
+    """Whether it is 1, 10, 100, ..."""
+    return count > 0 and str(count).rstrip("0") == "1"
+
+
 SKIPS_TOLD = 5
 """Skipped steps in a row that are logged one by one; then only the 10th, 100th, ..."""
 
@@ -116,7 +136,7 @@ def skipped_step(optimizer: str, step: int, skipped: int, in_a_row: int, problem
             f". {in_a_row} steps in a row were skipped: training has probably diverged. Go back to a "
             "checkpoint and lower lr or raise damping. More skips are told now and then"
         )
-    if in_a_row <= SKIPS_TOLD or str(in_a_row).strip("0") == "1":
+    if in_a_row <= SKIPS_TOLD or is_power_of_ten(in_a_row):
         logger.warning(
             "%s skipped a step after step %d (%d skipped so far): %s.", optimizer, step, skipped, problem
         )

@@ -522,6 +522,8 @@ class NaturalGradient(Optimizer):
         before = self._network.blocks
         if refreshed is not before:
             self._network.blocks = refreshed
+            counts = ({n: block.failed_refreshes for n, block in own.items()} for own in (before, refreshed))
+            messages.failed_refreshes(type(self).__name__, *counts)
         # Precondition.
         try:
             with Phase("precondition"):
