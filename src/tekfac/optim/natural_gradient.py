@@ -49,6 +49,7 @@ from tekfac.optim.settings import (
     MomentumAt,
     Rescaling,
     check_group,
+    require_finite_rates,
     resolve,
 )
 from tekfac.optim.skipping import Skipping, all_finite, in_words, squares_are_finite
@@ -452,12 +453,7 @@ class NaturalGradient(Optimizer):
         Raises:
             ValueError: for a learning rate that is no number, of which a schedule is to blame.
         """
-        for place, group in enumerate(self.param_groups):
-            if not math.isfinite(group["lr"]):
-                raise ValueError(
-                    f"param_groups[{place}]['lr'] is {group['lr']!r}. Expected a finite number: look at what "
-                    "sets it, such as a schedule. No step was taken."
-                )
+        require_finite_rates(self.param_groups)
         together = self._ranks.count > 1
         is_known = isinstance(loss, Tensor | float) and not together  # where others may have another one
         if is_known and not bool(torch.isfinite(torch.as_tensor(loss)).all()):

@@ -233,6 +233,16 @@ def check_group(group: Mapping[str, Any]) -> None:
         raise ValueError(f"Invalid first_order: {group['first_order']!r}. Expected True or False.")
 
 
+def require_finite_rates(groups: Iterable[Mapping[str, Any]]) -> None:
+    """Raise ValueError for a learning rate that is no number any more. Tensors are not read."""
+    for place, group in enumerate(groups):
+        if not isinstance(group["lr"], Tensor) and not math.isfinite(group["lr"]):
+            raise ValueError(
+                f"param_groups[{place}]['lr'] is {group['lr']!r}. Expected a finite number: look at what sets "
+                "it, such as a schedule. No step was taken."
+            )
+
+
 def check_damping(damping: Any) -> None:
     """A positive number, a rule, or None."""
     as_rule(damping, TraceBased())
