@@ -7,6 +7,7 @@ from itertools import pairwise
 from typing import Any
 
 import pytest
+import torch
 from torch import nn
 
 from dense import statistics
@@ -191,6 +192,33 @@ def test_it_is_known_after_the_first_step_and_kept() -> None:
         train(model, optimizer, [batch])
     assert found == list(range(least, 14, least))
     assert_identical(*runs_with(None), *runs_with(4))
+
+
+def test_where_layers_are_frozen_the_first_are_short() -> None:
+    """What they do is not seen, and may be most of a step; perhaps no layer is trained at all."""
+    for trained in (["2"], []):
+        model = mlp(sizes=SIZES)
+        for name, module in model.named_children():
+            module.requires_grad_(name in trained)
+        scale = nn.Parameter(torch.ones(3).double())
+        model.register_parameter("scale", scale)
+        optimizer = TEKFAC(model, seed=0)
+        for x, y in vectors(2):
+            optimizer.zero_grad()
+            nn.functional.cross_entropy(model(x) * scale, y).backward()
+            optimizer.step()
+        assert optimizer._least == 1
+
+
+def test_it_is_open_until_something_is_measured() -> None:
+    model, optimizer = start()
+    for training in (False, True):
+        model.train(training)
+        x, y = vectors(1)[0]
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(model(x), y).backward()
+        optimizer.step()
+        assert (optimizer._least is None) == (not training)
 
 
 def runs_with(stop: int | None) -> list[Any]:

@@ -130,6 +130,7 @@ def test_a_pass_whose_samples_are_elsewhere_is_always_probed(probes: list[int]) 
 def test_the_outcome_is_that_of_probing_every_pass(
     case: str, fisher: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(Probing, "state", lambda self: "{}")  # how often it was probed, the only difference
     rarely = train(case, 6, fisher=fisher)
     monkeypatch.setattr(Probing, "is_wanted", lambda self, shapes: True)
     assert_identical(rarely, train(case, 6, fisher=fisher))
@@ -161,7 +162,7 @@ def test_a_probe_that_meets_nothing_tells_nothing(probes: list[int]) -> None:
 
 def test_what_is_remembered_of_shapes_has_an_end() -> None:
     probing = Probing()
-    for size in range(3 * MOST_REMEMBERED):
+    for size in map(str, range(3 * MOST_REMEMBERED)):
         assert probing.is_wanted(size)
         probing.note(size, agreed=True)
         assert len(probing._passes) <= MOST_REMEMBERED
@@ -169,3 +170,40 @@ def test_what_is_remembered_of_shapes_has_an_end() -> None:
     assert not probing.is_wanted(size)
     probing.note(size, agreed=False)
     assert probing.is_wanted(size)
+
+
+class Mixing(Twice):
+    """In some passes the samples are mixed up, so that a probe says something else than shapes do."""
+
+    mixes = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = torch.tanh(self.encoder(x[:, 0])) - torch.tanh(self.encoder(x[:, 1]))
+        return self.head(hidden.roll(1, 0) if self.mixes else hidden)  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("stop", [1, 2, 3, 4])
+@pytest.mark.parametrize("thrown_away", [None, 1, 2])
+def test_a_run_goes_on_as_it_was_with_what_probes_have_told(stop: int, thrown_away: int | None) -> None:
+    """Resumed from its state, or after a pass that no step was taken of."""
+    ends = []
+    for stops, throws in ((None, None), (stop, None), (None, thrown_away)):
+        model = seeded(Mixing).double()
+        settings: dict[str, Any] = {"interval_growth": None, "factors_every": 1, "basis_every": 1}
+        optimizer = TEKFAC(model, lr=0.05, seed=3, turns=False, **settings)
+        for step in range(6):
+            if step == stops:
+                state, weights = optimizer.state_dict(), model.state_dict()
+                model = seeded(Mixing).double()
+                model.load_state_dict(weights)
+                optimizer = TEKFAC(model, lr=0.05, seed=9, turns=False, **settings)
+                optimizer.load_state_dict(state)
+            for again in (True, False) if step == throws else (False,):
+                model.mixes = step == 3
+                optimizer.zero_grad()
+                F.cross_entropy(model(vectors(step)), torch.arange(N) % CLASSES).backward()
+                if not again:
+                    optimizer.step()
+        ends.append(everything(model, optimizer))
+    for end in ends[1:]:
+        assert_identical(ends[0], end)

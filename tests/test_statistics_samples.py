@@ -285,7 +285,7 @@ def test_norms_have_the_same_samples_whether_rows_are_clear_or_not() -> None:
         capture = Capture(model, layers.values(), Measurement(seed=0), statistics_samples="auto")
         if probed:
             for name in layers:
-                capture._probing.saw(name)
+                capture.probing.saw(name)
         capture.arm(measurements=dict.fromkeys(layers, 30.0))
         F.cross_entropy(model(x).mT, y).backward()
         found.append({name: own[0].shape.samples for name, own in capture.batches().items()})

@@ -338,9 +338,8 @@ def factored(layer: Spectrum, damping: Tensor, split: str) -> Tensor:
     root = damping.sqrt().reshape(-1, 1).expand(values_in.shape[0], 1)
     if split == "pi":
         mean_in, mean_out = values_in.mean(dim=1, keepdim=True), values_out.mean(dim=1, keepdim=True)
-        known = (mean_in > 0) & (
-            mean_out > 0
-        )  # a layer that no gradient has reached yet has nothing to balance
+        # A layer that no gradient has reached yet has nothing to balance.
+        known = (mean_in > 0) & (mean_out > 0)
         pi = torch.where(known, mean_in.sqrt() / torch.where(known, mean_out, 1.0).sqrt(), 1.0)
     else:
         pi = torch.ones_like(root)

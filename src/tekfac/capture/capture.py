@@ -15,7 +15,7 @@ import logging
 import math
 import time
 from collections import Counter
-from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, reduce
 from types import MappingProxyType
@@ -88,7 +88,7 @@ class _Pass:
     real: Tensor | None
     selection: Selection
     is_share: bool
-    probed_shapes: Hashable = None
+    probed_shapes: str | None = None
     agrees: bool = False
 
     @cached_property
@@ -113,6 +113,7 @@ class Capture:
         sampling: the generator of drawn labels.
         choosing: the generator that samples to measure are chosen with.
         likelihoods: of the model's predictions.
+        probing: what was told of whose rows are whose.
         counted: which terms of the next backward pass count, [N, P] by the name of the prediction, where its
             loss is known to be -log p of nothing else. Otherwise the gradient tells: a term without any does
             not count, unless its prediction is certain; and what the loss is multiplied by.
@@ -164,7 +165,8 @@ class Capture:
         self.tallies: dict[str, Tally] = {}
         self.seconds = 0.0
         self.multiplications = self._multiplications = 0
-        self._kept = self.sampling, self.choosing, self.likelihoods
+        self.probing = Probing()
+        self._kept = self.sampling, self.choosing, self.likelihoods, self.probing
         self._measurement = measurement
         self._ranks = ranks
         self._grad_scaler = grad_scaler
@@ -179,7 +181,6 @@ class Capture:
         self._unfinished: list[_Pass] = []
         self._loss_scale = 1.0
         self._adds_up = True
-        self._probing = Probing()
         self.left_out: set[str] = set()
         self._warned: set[str] = set()
 
@@ -301,15 +302,14 @@ class Capture:
 
     def drop_what_was_zeroed(self) -> None:
         """Roll back passes whose gradients are gone: model.zero_grad() was called and no step was taken."""
-        if (
-            not (self._batches or self._unfinished or self.problems)
-            or not self._only_training
-            or not self._adds_up
-        ):
+        # Of a sharded model all processes have to ask, also those whose part of a batch left nothing.
+        is_sharded = self._hooks.is_sharded
+        noted = self.passes if is_sharded else self._batches or self._unfinished
+        if not (noted or self.problems) or not self._only_training or not self._adds_up:
             return
         gradients = (p.grad for layer in self._layers.values() for p in layer.parameters)
         are_gone = all(gradient is None or not bool(own_part(gradient).any()) for gradient in gradients)
-        if self._hooks.is_sharded:
+        if is_sharded:
             are_gone = all(self._ranks.gather(are_gone and not self._hooks.gradients_are_held_back()))
         if are_gone:
             self.roll_back()
@@ -376,9 +376,9 @@ class Capture:
         self._multiplications += sum(map(multiplications_of, calls))
         if others:
             calls = [noted for noted in calls if will_come_by(noted.call)]
-        is_open = measures and self._probing.is_open(calls, outputs)
-        shapes = shapes_of_pass(calls, outputs)
-        probes = is_open and self._probing.is_wanted(shapes)
+        is_open = measures and self.probing.is_open(calls, outputs)
+        shapes = shapes_of_pass(calls, outputs) if is_open else ""
+        probes = is_open and self.probing.is_wanted(shapes)
         descent = Descent(arrival.edge, [noted.call for noted in calls])
         comes_by = fisher == "empirical" and arrival.adds_up is not False and self._is_joint
         waits = comes_by and (bool(others) or descent.will_run())
@@ -587,12 +587,12 @@ class Capture:
         for name, applications in by_layer.items():
             batch = self._joined(layers[name], applications, early.get(name), passed)
             if batch is not None:
-                self._probing.saw(name)
+                self.probing.saw(name)
                 self._keep_batch(name, batch, passed)
             else:
                 passed.agrees = False
         if passed.probed_shapes is not None:
-            self._probing.note(passed.probed_shapes, agreed=passed.agrees)
+            self.probing.note(passed.probed_shapes, agreed=passed.agrees)
 
     def _keep_formed(self, noted: ModuleCall, passed: _Pass) -> None:
         """Take over gradients that were formed where they arrived."""
@@ -602,7 +602,7 @@ class Capture:
         call.kept, call.gradients, call.take = {}, [], None  # which refers to the call: they are freed at once
         if arrived and layer.weight.requires_grad:
             batch = self._formed(layer, arrived, call.rows, passed)
-            self._probing.saw(layer.name)
+            self.probing.saw(layer.name)
             self._keep_batch(layer.name, batch, passed)
 
     def _keep_batch(self, name: str, batch: CapturedBatch, passed: _Pass) -> None:

@@ -6,8 +6,10 @@ later passes of these shapes are taken so; now and then, ever more rarely, one o
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections import Counter
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 
 import torch
@@ -27,12 +29,13 @@ class Probing:
     """What probes have told of the passes through one model."""
 
     def __init__(self) -> None:
-        self._seen: set[str] = set()
-        self._passes: dict[Hashable, int] = {}
+        self._seen: frozenset[str] = frozenset()
+        self._passes: Mapping[str, int] = {}
+        self._before: tuple[frozenset[str], Mapping[str, int]] = self._seen, self._passes
 
     def saw(self, layer: str) -> None:
         """Note that the samples of a layer were told apart."""
-        self._seen.add(layer)
+        self._seen |= {layer}
 
     def is_open(self, calls: Sequence[ModuleCall], outputs: Tensor) -> bool:
         """Whether shapes leave open which rows are whose.
@@ -45,31 +48,50 @@ class Probing:
             return True
         return any(is_unclear(noted, len(outputs)) for noted in calls)
 
-    def is_wanted(self, shapes: Hashable) -> bool:
+    def is_wanted(self, shapes: str) -> bool:
         """Whether a pass whose shapes leave something open is to be probed.
 
         It is unless the same was probed before, and then at the second, fourth, eighth ... pass of its shapes.
         """
         if shapes not in self._passes:
             return True
-        self._passes[shapes] += 1
-        passes = self._passes[shapes]
+        passes = self._passes[shapes] + 1
+        self._passes = {**self._passes, shapes: passes}
         return passes & (passes - 1) == 0
 
-    def note(self, shapes: Hashable, *, agreed: bool) -> None:
+    def note(self, shapes: str, *, agreed: bool) -> None:
         """Note whether a probe has shown of a pass what its shapes would have had by themselves."""
         if not agreed:
-            self._passes.pop(shapes, None)
-            return
-        if shapes not in self._passes and len(self._passes) >= MOST_REMEMBERED:
-            self._passes.clear()
-        self._passes.setdefault(shapes, 1)
+            self._passes = {own: passes for own, passes in self._passes.items() if own != shapes}
+        elif shapes not in self._passes:
+            kept = self._passes if len(self._passes) < MOST_REMEMBERED else {}
+            self._passes = {**kept, shapes: 1}
+
+    def keep(self) -> None:
+        """What was told so far stays told."""
+        self._before = self._seen, self._passes
+
+    def roll_back(self) -> None:
+        """As if nothing had been told since the last `keep`."""
+        self._seen, self._passes = self._before
+
+    def state(self) -> str:
+        """What was told up to the last `keep`, to go on from."""
+        seen, passes = self._before
+        return json.dumps({"seen": sorted(seen), "passes": dict(passes)})
+
+    def load(self, state: str) -> None:
+        """Go on from a saved state."""
+        saved = json.loads(state)
+        self._seen = frozenset(map(str, saved.get("seen", ())))
+        self._passes = {str(shapes): int(passes) for shapes, passes in saved.get("passes", {}).items()}
+        self.keep()
 
 
-def shapes_of_pass(calls: Iterable[ModuleCall], outputs: Tensor) -> Hashable:
-    """What has to be the same for one pass to be like another."""
-    of_calls = ((tuple(_layers_of([noted])), shapes_of(noted)) for noted in calls)
-    return tuple(outputs.shape), tuple(of_calls)
+def shapes_of_pass(calls: Iterable[ModuleCall], outputs: Tensor) -> str:
+    """What has to be the same for one pass to be like another, in a few characters."""
+    of_calls = [(_layers_of([noted]), shapes_of(noted)) for noted in calls]
+    return hashlib.sha1(repr((tuple(outputs.shape), of_calls)).encode(), usedforsecurity=False).hexdigest()
 
 
 def hopeful(calls: Sequence[ModuleCall], samples: int) -> list[ModuleCall]:

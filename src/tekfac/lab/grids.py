@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Self
@@ -113,6 +114,19 @@ class Sweep:
         origin = "The grid" if self.search is None else "The search"
         return tuple(RunConfig.from_plain({**plain, "seed": seed}, origin) for seed in self.seeds)
 
+    def require_own(self, point: Point) -> None:
+        """Raise ValueError for a point that is none of the sweep's: of a study that was edited."""
+        if self.search is None:
+            is_own = any(_as_json(point) == _as_json(own) for own in self.points)
+        else:
+            space = self.search.space
+            is_own = all(key in space and _is_in(value, space[key]) for key, value in point.items())
+        if not is_own:
+            raise ValueError(
+                f"The study has a trial with settings that are none of the sweep {self.name!r}: {dict(point)}. "
+                "Its file was written by something else: give another folder by --out, or remove it."
+            )
+
     @classmethod
     def from_plain(cls, plain: Mapping[str, Any], origin: str) -> Self:
         """A sweep from plain values, as in a file: name, seeds, [base], and [[grid]] or [search].
@@ -133,6 +147,14 @@ class Sweep:
             search=_search(plain["search"], origin) if "search" in plain else None,
             seeds=tuple(seeds),
         )
+
+
+def _as_json(point: Point) -> str:
+    return json.dumps(dict(point), sort_keys=True)
+
+
+def _is_in(value: Any, allowed: Any) -> bool:
+    return allowed.low <= value <= allowed.high if isinstance(allowed, Range) else value in allowed
 
 
 def values_in(points: Iterable[Point]) -> dict[str, list[Any]]:

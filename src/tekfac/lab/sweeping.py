@@ -123,6 +123,7 @@ def _work(
         gives_up = bool(problems) and plan.search is not None  # which would draw new points for ever
         while not gives_up and pool.free and (trial := study.take()) is not None:
             point = point_of(trial)
+            plan.require_own(point)
             configs = tuple(share(config, manner.processes) for config in plan.configs(point))
             folders = tuple(RunFolder.of(folder, config).path for config in configs)
             job = Job(described(point), configs, folders)

@@ -448,7 +448,7 @@ class NaturalGradient(Optimizer):
         return loss
 
     def _try_step(self, loss: object, evaluation: Evaluation | None) -> str | None:
-        """Take the step, or say what keeps it from being taken; then nothing has changed.
+        """Take the step, or say what keeps it from being taken, if that was not told yet.
 
         Raises:
             ValueError: for a learning rate that is no number, of which a schedule is to blame.
@@ -490,7 +490,10 @@ class NaturalGradient(Optimizer):
         if evaluation is not None:  # whose closure is the user's
             return self._take(raw, rules, refreshed, finite, evaluation, waits=waits)
         with Uninterrupted():
-            return self._take(raw, rules, refreshed, finite, None, waits=waits)
+            problem = self._take(raw, rules, refreshed, finite, None, waits=waits)
+            if problem is not None:
+                self._skip(problem)
+        return None
 
     def _take(
         self,
@@ -518,8 +521,6 @@ class NaturalGradient(Optimizer):
         before = self._network.blocks
         if refreshed is not before:
             self._network.blocks = refreshed
-            counts = ({n: block.failed_refreshes for n, block in own.items()} for own in (before, refreshed))
-            messages.failed_refreshes(type(self).__name__, *counts)
         # Precondition.
         try:
             with Phase("precondition"):
@@ -544,6 +545,9 @@ class NaturalGradient(Optimizer):
             else:
                 self._update_if_loss_falls(raw, natural, evaluation)
         self._network.release()
+        if refreshed is not before:
+            counts = ({n: block.failed_refreshes for n, block in own.items()} for own in (before, refreshed))
+            messages.failed_refreshes(type(self).__name__, *counts)
         self._note_unseen()
         self._num_steps += 1
         self._skipped_in_a_row = 0
@@ -631,8 +635,10 @@ class NaturalGradient(Optimizer):
             self._by_turns = is_free and sum(map(cost_of_refresh, self._layers.values())) > WORTH_TURNS
         if self._least is None:
             everywhere = self._ranks.gather(self._capture.multiplications)
-            trained = [layer for layer in self._layers.values() if layer.weight.requires_grad]
-            self._least = first_interval(trained, sum(everywhere) / len(everywhere))
+            if any(not parameter.requires_grad for parameter in self._model_layers.model.parameters()):
+                self._least = 1  # what frozen layers do is not seen, and may be most of a step
+            elif any(everywhere):
+                self._least = first_interval(self._layers.values(), sum(everywhere) / len(everywhere))
         self._schedule = self._new_schedule()
 
     @property
@@ -941,6 +947,7 @@ class NaturalGradient(Optimizer):
             "sampling": self._capture.sampling.state(),
             "choosing": self._capture.choosing.state(),
             "likelihoods": self._capture.likelihoods.state(),
+            "probing": self._capture.probing.state(),
         }
         blocks, motions = self._network.separate_blocks(), self._network.motions
         return to_torch(super().state_dict(), self.param_groups, self._layers, blocks, motions, whole)
@@ -978,9 +985,12 @@ class NaturalGradient(Optimizer):
         """Put what was read of a state, all of which is known to be sound, in the place of what is here."""
         self._capture.choosing.load(saved.whole["choosing"])
         self._capture.likelihoods.load(saved.whole.get("likelihoods", "{}"))
+        self._capture.probing.load(saved.whole.get("probing", "{}"))
         super().load_state_dict(for_torch)
         for parameter, own in averages.items():  # which torch has cast to the parameter's precision
             self.state[parameter].update(own)
+        for parameter in (p for group in self.param_groups for p in group["params"]):
+            self.state[parameter].setdefault("step", 0)  # of one that was frozen, and left out by some tools
         self._network.load(blocks, motions)
         self._skipping.read()
         self._num_steps = saved.whole["num_steps"]

@@ -187,6 +187,8 @@ def first_interval(layers: Collection[Layer], multiplications: float) -> int:
         layers: that are measured.
         multiplications: of the products with their weights in the forward passes of a step.
     """
+    if not layers:
+        return 1
     refresh = sum(map(cost_of_refresh, layers)) + CALLS * len(layers)
     step = 3 * multiplications + CALLS_OF_PASSES * len(layers)
     return max(1, min(LONGEST_AT_FIRST, round(refresh / (DEAR * step))))

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from tekfac.capture.likelihood_of_loss import LikelihoodsOfLosses
+from tekfac.capture.probing import Probing
 from tekfac.damping import from_plain
 from tekfac.layers.layer import Layer
 from tekfac.optim.settings import check_damping
@@ -45,7 +46,7 @@ def require_frame(state_dict: Any) -> None:
         if not isinstance(group.get("params"), Sequence):
             raise damaged(f"param_groups[{place}]['params']", group.get("params"), "a list")
     _mapping("state", state_dict.get("state"))
-    known = [key for group in groups for key in group["params"]]
+    known = {key for group in groups for key in group["params"]}
     for key, values in state_dict["state"].items():
         if key not in known:
             raise damaged(f"state[{key!r}]", values, "only parameters of param_groups")
@@ -78,6 +79,8 @@ def require_group(place: int, group: Mapping[str, Any]) -> None:
 def require_parameter(name: str, parameter: Tensor, values: Mapping[str, Any]) -> None:
     """Raise ValueError for wrong numbers of a parameter by itself."""
     shape = tuple(parameter.shape)
+    if not values and not parameter.requires_grad:  # of frozen ones torch.distributed.checkpoint saves nothing
+        return
     _count(f"'step' of {name!r}", values.get("step"))
     if "momentum_buffer" in values:
         _tensor(f"'momentum_buffer' of {name!r}", values["momentum_buffer"], shape)
@@ -163,6 +166,11 @@ def _nonnegative(place: str, value: Any) -> None:
         raise damaged(place, value, "a finite number that is not negative")
 
 
+def _finite(place: str, value: Any) -> None:
+    if not _is_number(value) or not math.isfinite(float(value)):
+        raise damaged(place, value, "a finite number")
+
+
 def _share(place: str, value: Any) -> None:
     if not _is_number(value) or not 0 <= float(value) < 1:
         raise damaged(place, value, "a number in [0, 1)")
@@ -222,6 +230,12 @@ def _likelihoods(place: str, value: Any) -> None:
         LikelihoodsOfLosses("auto").load(value)
 
 
+def _probing(place: str, value: Any) -> None:
+    _words(place, value)
+    with read_of(place):
+        Probing().load(value)
+
+
 def _layers(place: str, value: Any) -> None:
     _mapping(place, value)
     for name, own in value.items():
@@ -276,7 +290,7 @@ def _average(place: str, value: Mapping[str, Any]) -> None:
 
 
 GROUP: Mapping[str, Check] = {
-    "lr": _nonnegative,
+    "lr": _finite,
     "momentum": _share,
     "weight_decay": _nonnegative,
     "damping": _damping,
@@ -298,9 +312,10 @@ WHOLE: Mapping[str, Check] = {
     "sampling": _generator,
     "choosing": _generator,
     "likelihoods": _likelihoods,
+    "probing": _probing,
     "layers": _layers,
 }
 """Of the optimizer as a whole."""
 
-LATER = ("rejected_steps", "first_interval", "likelihoods")
+LATER = ("rejected_steps", "first_interval", "likelihoods", "probing")
 """Entries that states of the same format did not have at first."""

@@ -128,9 +128,10 @@ class SavedState:
                 f"tekfac.{saved}, or start {method} anew."
             )
         for key, value in recipe.items():
-            if self.whole["recipe"].get(key, value) != value:
+            saved_value = self.whole["recipe"].get(key, value)
+            if saved_value != value and "auto" not in (saved_value, value):
                 raise ValueError(
-                    f"The saved statistics were taken with {key}={self.whole['recipe'][key]!r}, this optimizer "
+                    f"The saved statistics were taken with {key}={saved_value!r}, this optimizer "
                     f"has {key}={value!r}; they cannot be averaged. Make the optimizer with the saved setting."
                 )
 
