@@ -196,6 +196,20 @@ def of_a_bad_gradient(mesh: Any, rank: int) -> dict[str, Any]:
     return {"skipped": optimizer.skipped_steps, "stays": stays, "goes on": moved}
 
 
+def of_a_part_without_labels(mesh: Any, rank: int) -> list[Tensor]:
+    """In the first of two micro-batches one process has no label: nothing is measured there, and all go on."""
+    model = sharded(PLAIN, mesh)
+    optimizer = optimizer_of(PLAIN, model)
+    for step in range(2):
+        optimizer.zero_grad()
+        for micro_batch in range(2):
+            x, y = batch_of(PLAIN, 2 * step + micro_batch)
+            y = torch.full_like(y, -100) if (rank, micro_batch) == (1, 0) else y
+            F.cross_entropy(model(x), y, reduction="sum").backward()
+        optimizer.step()
+    return [whole(p) for p in model.parameters()]
+
+
 def of_resuming(rank: int, world: int, mesh: Any, folder: Path) -> dict[str, dict[str, Tensor]]:
     """A run, and others that go on with its state, or with that of one process, cut in another way."""
     model = sharded(PLAIN, mesh)
@@ -280,6 +294,7 @@ def everything(rank: int, world: int, shape: tuple[int, ...], folder: Path) -> d
     found: dict[str, Any] = {"cases": train_all(rank, world, CASES, mesh)}
     if shape == (2,):
         found["bad gradient"] = of_a_bad_gradient(mesh, rank)
+        found["without labels"] = of_a_part_without_labels(mesh, rank)
         found["refusals"] = refusals(mesh)
         found["resuming"] = of_resuming(rank, world, mesh, folder)
     if shape == (2, 2):
@@ -343,6 +358,12 @@ def test_a_step_is_taken_by_no_process_where_a_part_of_a_gradient_is_not_finite(
 ) -> None:
     for found in of_two:
         assert found["bad gradient"] == {"skipped": 1, "stays": True, "goes on": True}
+
+
+def test_a_process_may_have_no_label_in_a_micro_batch(of_two: list[dict[str, Any]]) -> None:
+    first, second = (found["without labels"] for found in of_two)
+    assert all(torch.isfinite(own).all() for own in first)
+    assert_identical(first, second)
 
 
 def test_a_run_goes_on_with_its_state_bit_for_bit(of_two: list[dict[str, Any]]) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from tekfac.cli.main import main
+from tekfac.lab.grids import Sweep
 
 MINE = """
 from torch import nn
@@ -106,3 +107,16 @@ def test_an_image_folder_with_postscript_in_it_starts_no_other_program(
     told = capsys.readouterr().err.replace("\n", " ")
     assert "Cannot read" in told
     assert "0.png" in told
+
+
+def test_a_study_that_was_edited_is() -> None:
+    plan = Sweep.from_plain({"grid": {"model": ["cnn", "mlp"], "lr": [0.1, 0.3]}}, "a test")
+    for point in plan.points:
+        plan.require_own(dict(point))
+    with pytest.raises(ValueError, match="settings that are none of the sweep"):
+        plan.require_own({**plan.points[0], "model": STRANGE})
+    searched = Sweep.from_plain({"search": {"trials": 2, "space": {"lr": {"low": 0.1, "high": 1.0}}}}, "a test")
+    searched.require_own({"lr": 0.5})
+    for point in ({"lr": 2.0}, {"lr": 0.5, "model": STRANGE}):
+        with pytest.raises(ValueError, match="settings that are none of the sweep"):
+            searched.require_own(point)
