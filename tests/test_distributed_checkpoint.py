@@ -40,6 +40,31 @@ def test_a_state_goes_through_and_the_run_goes_on(method: type[NaturalGradient])
     assert_identical(everything(other, loaded), everything(model, optimizer))
 
 
+def test_frozen_parameters_of_which_nothing_is_loaded_are_there_afterwards() -> None:
+    """torch hands on nothing of them; they may be trained later."""
+
+    def begun(seed: int) -> tuple[nn.Module, NaturalGradient]:
+        model = cnn(seed=seed)
+        model[0].requires_grad_(False)
+        return model, TEKFAC(model, lr=0.05, seed=seed, interval_growth=None, factors_every=2, basis_every=4)
+
+    ends = []
+    for resumes in (False, True):
+        model, optimizer = begun(0)
+        train(model, optimizer, DATA[:3])
+        if resumes:
+            weights = copied(model.state_dict())
+            saved = copied(get_optimizer_state_dict(model, optimizer))
+            model, optimizer = begun(1)
+            model.load_state_dict(weights)
+            set_optimizer_state_dict(model, optimizer, saved)
+        train(model, optimizer, DATA[3:5])
+        model[0].requires_grad_(True)
+        train(model, optimizer, DATA[5:])
+        ends.append(copied(model.state_dict()))
+    assert_identical(*ends)
+
+
 def test_a_state_goes_through_files(tmp_path: Path) -> None:
     model, optimizer = start(TEKFAC, 0)
     train(model, optimizer, DATA[:4])
