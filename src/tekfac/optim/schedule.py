@@ -23,7 +23,7 @@ FLOPS_OF_EIGENDECOMPOSITION = 9
 WORTH_TURNS = 10**9
 """Operations of a whole refresh, some 20 ms, up to which watching every step costs more than it saves."""
 
-CALLS = 5 * 10**7
+CALLS = 7 * 10**7
 """Multiplications in the time that calls around a layer's refresh take, roughly, on one core."""
 
 CALLS_OF_PASSES = 5 * 10**6
