@@ -98,6 +98,13 @@ CASES = {
 }
 
 
+def nesting_of_autocast() -> int:
+    """How many uses of it are open, by torch's own count."""
+    deeper = torch.autocast_increment_nesting()
+    assert torch.autocast_decrement_nesting() == deeper - 1
+    return deeper - 1
+
+
 def interrupted_at_every(name: str, phase: str, step: int, stride: int) -> None:
     make, settings = CASES[name]
     expected, lines = run(make, settings, phase, step, None)
@@ -105,6 +112,8 @@ def interrupted_at_every(name: str, phase: str, step: int, stride: int) -> None:
     for line in range(1, lines + 1, stride):
         found, _ = run(make, settings, phase, step, line)
         assert not differences(expected, found), f"line {line} of {lines}"
+        assert nesting_of_autocast() == 0, f"line {line} of {lines}"
+        assert torch.is_grad_enabled(), f"line {line} of {lines}"
 
 
 @pytest.mark.parametrize("phase", PHASES)
