@@ -53,7 +53,7 @@ def require_frame(state_dict: Any) -> None:
         _mapping(f"state[{key!r}]", values)
 
 
-def require_whole(whole: Any) -> None:
+def require_entries(whole: Any) -> None:
     """Raise ValueError for wrong entries of what belongs to the optimizer as a whole."""
     place = "param_groups[0]['tekfac']"
     _mapping(place, whole)

@@ -28,11 +28,11 @@ from tekfac.curvature.motion import LayerMotion, Moving
 from tekfac.damping import from_plain, to_plain
 from tekfac.layers.layer import Layer
 from tekfac.optim.sound_state import (
+    require_entries,
     require_frame,
     require_group,
     require_layer,
     require_parameter,
-    require_whole,
 )
 from tekfac.ranks.shards import cut_like
 
@@ -109,7 +109,7 @@ class SavedState:
                 f"The saved state has format {written}, this version of tekfac reads format {FORMAT}. Load it "
                 "with the version that saved it."
             )
-        require_whole(self.whole)
+        require_entries(self.whole)
         for place, group in enumerate(self._groups):
             require_group(place, group)
         self._layers = layers
