@@ -12,6 +12,7 @@ from importlib import import_module
 from typing import Any
 
 from tekfac.cli.parsing import Parser
+from tekfac.common.launcher import launched
 from tekfac.version import __version__
 
 COMMANDS = {
@@ -27,6 +28,9 @@ COMMANDS = {
 }
 """Every command, which is also the name of its module here, and what it is for."""
 
+OF_SEVERAL = ("train",)
+"""Those that torchrun may start several processes of."""
+
 DEBUG = "--debug"
 
 
@@ -39,6 +43,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         options = _parse(given)
         options.command_line = shlex.join(["tekfac", *given])
+        _require_alone(options.command)
         options.run(options)
         sys.stdout.flush()
     except BrokenPipeError:  # as in `tekfac ... | head`: what is left to print goes nowhere
@@ -56,6 +61,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"tekfac: {text}", file=sys.stderr)
         return 1
     return 0
+
+
+def _require_alone(command: str) -> None:
+    """Raise ValueError where a launcher has started several processes of a command that is for one."""
+    count = launched()
+    if count > 1 and command not in OF_SEVERAL:
+        raise ValueError(
+            f"tekfac {command} was started {count} times, by torchrun or the like, and is for one process. "
+            f"Expected one of {', '.join(OF_SEVERAL)}, or no launcher (WORLD_SIZE in the environment is its)."
+        )
 
 
 def parser_of(command: str) -> Parser:

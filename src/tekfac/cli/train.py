@@ -8,6 +8,7 @@ from pathlib import Path
 from tekfac.cli import run_arguments
 from tekfac.cli.parsing import add_repeated, pair
 from tekfac.common.console import output, progress
+from tekfac.common.launcher import has_started_again, launched_index
 from tekfac.lab import recipes
 from tekfac.lab.config import OF_OPTIMIZER, RunConfig
 from tekfac.lab.pool import told
@@ -24,6 +25,8 @@ Train a network, and leave everything about the run in a folder: config, logs, w
   tekfac train --config my.toml            settings from a file; arguments go before it
   tekfac train --config RUN/run.json       a run once more
   tekfac train --resume RUN                an interrupted run, bit by bit as if it had not been
+  torchrun --nproc-per-node 2 -m tekfac train ...    by two processes, each with half of every batch; if one of
+                                           them dies, torchrun's --max-restarts goes on from the last checkpoint
 """
 
 
@@ -78,7 +81,8 @@ def run(options: argparse.Namespace) -> None:
     folder = options.resume or options.out or Path(DEFAULT_OUT)
     config = _resumed(options) if options.resume else _config(options)
     run_arguments.require_named([config], options)
-    with progress("told", quiet=options.quiet) as bars:
+    is_first = launched_index() == 0
+    with progress("told", quiet=options.quiet or not is_first) as bars:
         task = bars.add_task(f"{config.optimizer} on {config.data}", total=None, told="")
 
         def watch(at: Progress) -> None:
@@ -87,12 +91,14 @@ def run(options: argparse.Namespace) -> None:
         result = train(
             config,
             folder,
-            resume=options.resume is not None,
+            resume=options.resume is not None or has_started_again(),
             command=options.command_line,
             checkpoint_seconds=options.checkpoint_every,
             tensorboard=options.tensorboard,
             watch=watch,
         )
+    if not is_first:
+        return
     output().print(
         f"{config.optimizer} on {config.data}, {config.model}: {100 * result['test_accuracy']:.2f}% "
         f"after {result['epochs']} epochs (best {100 * result['best_test_accuracy']:.2f}%), "

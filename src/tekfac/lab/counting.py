@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from tekfac.lab.data.batches import Batches
+from tekfac.lab.data.batches import Batch
 from tekfac.lab.devices import synchronise
 from tekfac.optim.natural_gradient import NaturalGradient
 
@@ -78,19 +78,19 @@ class Sums:
         """For a checkpoint."""
         return {"loss": self._loss, "right": self._right, "count": self._count}
 
-    def load(self, state: Mapping[str, Any]) -> None:
-        """Go on from a checkpoint's."""
-        self._loss = state["loss"].to(self._loss.device)
-        self._right = state["right"].to(self._right.device)
-        self._count = state["count"]
+    def add_state(self, state: Mapping[str, Any]) -> None:
+        """Of a checkpoint, or of another process."""
+        self._loss += state["loss"].to(self._loss.device)
+        self._right += state["right"].to(self._right.device)
+        self._count += state["count"]
 
 
-def evaluate(model: nn.Module, batches: Batches, device: torch.device) -> tuple[float, float]:
-    """Mean loss and share of right answers in eval mode."""
+def evaluate(model: nn.Module, batches: Iterable[Batch], device: torch.device) -> Sums:
+    """Loss and right answers in eval mode."""
     model.eval()
     sums = Sums(device)
     with torch.no_grad():
-        for inputs, labels in batches.epoch(0):
+        for inputs, labels in batches:
             outputs = model(inputs)
             sums.add(F.cross_entropy(outputs, labels), outputs, labels)
-    return sums.means()
+    return sums

@@ -1,10 +1,16 @@
-"""One run: a network trained as its config says, logged, saved as it goes, resumed bit by bit."""
+"""One run: a network trained as its config says, logged, saved as it goes, resumed bit by bit.
+
+Where torchrun has started several processes, all of them are one run (see crew.py): they do the same, each with
+its part of every batch, and only the first one writes.
+"""
 
 from __future__ import annotations
 
 import math
+import signal
 import time
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -17,14 +23,16 @@ from torch.optim import Optimizer
 from tekfac.lab import models, optimizers
 from tekfac.lab.config import OF_DATA, RunConfig
 from tekfac.lab.counting import PARTS, Clock, Sums, evaluate
+from tekfac.lab.crew import Crew
 from tekfac.lab.data.images import DataSet
-from tekfac.lab.devices import choose, random_states, set_random_states
+from tekfac.lab.devices import choose, set_random_states
 from tekfac.lab.inputs import batches, given, read
 from tekfac.lab.interruption import Interrupted, Interruption
 from tekfac.lab.provenance import identity, provenance
 from tekfac.lab.run_folder import RunFolder
 from tekfac.lab.run_log import Epoch, LayerEpoch, TensorBoard
 from tekfac.optim.natural_gradient import NaturalGradient
+from tekfac.ranks.launched import joined
 
 CHECKPOINT_SECONDS = 120.0
 """How much work may be lost, unless the user says otherwise."""
@@ -93,20 +101,35 @@ def train(
     with Interruption() as interruption:
         data = read(config) if data is None else data
         source = identity(config, data)
-        with run.locked(lambda: wait and interruption.number is None), run.messages():
-            is_new = not run.has_progress
-            if not is_new:
-                config = _require_same(run, config, resume)
+        with joined() as ranks, ExitStack() as kept:
+            crew = Crew(ranks, choose(config.device))
+            crew.require_same({**config.plain(), **source})
+            is_new = False
+
+            def begin() -> tuple[RunConfig, dict[str, Any] | None]:
+                """By the first: the config to go on with, and the result of a run that has ended."""
+                nonlocal is_new
+                kept.enter_context(run.locked(lambda: wait and interruption.number is None))
+                kept.enter_context(run.messages())
+                is_new = not run.has_progress
+                if is_new:
+                    return config, None
+                known = _require_same(run, config, resume)
                 _require_same_source(run, source)
                 ended = run.result()
                 if ended is not None:
                     run.drop_checkpoint()
-                    return ended
+                return known, ended
+
+            config, ended = crew.of_first(begin)
+            if ended is not None:
+                return ended
             config = _with_threads(config)
-            training = _Training(run, config, data, checkpoint_seconds, tensorboard, interruption)
+            training = _Training(run, config, data, crew, checkpoint_seconds, tensorboard, interruption)
             if is_new:
                 where = provenance(command, choose(config.device))
-                run.begin(config, source, {**where, "data_notes": list(data.notes)})
+                together = {"processes": crew.count} if crew.count > 1 else {}
+                run.begin(config, source, {**where, **together, "data_notes": list(data.notes)})
             return training.run(watch)
 
 
@@ -160,23 +183,27 @@ class _Training:
         folder: RunFolder,
         config: RunConfig,
         data: DataSet,
+        crew: Crew,
         checkpoint_seconds: float,
         tensorboard: bool,
         interruption: Interruption,
     ) -> None:
         self.config = config
         self.folder = folder
+        self.crew = crew
         self.interruption = interruption
         self.device = choose(config.device)
         self.train, self.test = batches(data, config, self.device)
         self.model, self.optimizer = _build(config, given(data))
+        self.trained = crew.together(self.model)
+        crew.seed(config.seed)
         self.base_rates = [group["lr"] for group in self.optimizer.param_groups]
         self.clock = Clock(self.device, self.optimizer)
         self.epoch = self.batch = 0
         self.sums = Sums(self.device)
         self.accuracies: list[float] = []
         self.checkpoint_seconds = checkpoint_seconds
-        self.events = TensorBoard(folder.events) if tensorboard else None
+        self.events = TensorBoard(folder.events) if tensorboard and crew.is_first else None
         self._restore()
 
     @property
@@ -202,6 +229,9 @@ class _Training:
             if not self._end_epoch():
                 status = "diverged"
                 break
+        return self.crew.of_first(lambda: self._ended(status))
+
+    def _ended(self, status: str) -> dict[str, Any]:
         result = self._result(status)
         self.folder.end(self.model.state_dict(), result)
         if self.events is not None:
@@ -219,14 +249,20 @@ class _Training:
             self._step(*batch)
             self.batch += 1
             self._tell(watch)
-            if self.interruption.number is not None:
+            was_asked, is_due = self.crew.any([self.interruption.number is not None, self._is_due])
+            if was_asked:
                 self._save()
                 raise Interrupted(
                     f"stopped and saved at step {self.step}; tekfac train --resume {self.folder.path} goes on",
-                    self.interruption.number,
+                    self.interruption.number or signal.SIGTERM,
                 )
-            if time.monotonic() - self.saved >= self.checkpoint_seconds and self.batch < self.steps_per_epoch:
+            if is_due and self.batch < self.steps_per_epoch:
                 self._save()
+
+    @property
+    def _is_due(self) -> bool:
+        """Whether it is time for a checkpoint, by the clock of the first process."""
+        return self.crew.is_first and time.monotonic() - self.saved >= self.checkpoint_seconds
 
     def _step(self, inputs: Tensor, labels: Tensor) -> None:
         factor = learning_rate_factor(self.config, self.epoch, self.step, self.steps)
@@ -234,19 +270,23 @@ class _Training:
             group["lr"] = rate * factor
         with self.clock.part("update"):
             self.optimizer.zero_grad()
+        own = self.crew.part(inputs, labels)
         with self.clock.part("forward"):
-            outputs = self.model(inputs)
-            loss = F.cross_entropy(outputs, labels)
+            outputs = self.trained(own.inputs)
+            loss = F.cross_entropy(outputs, own.labels)
         with self.clock.part("backward"):
-            loss.backward()  # type: ignore[no-untyped-call]
+            (loss if own.weight == 1 else loss * own.weight).backward()  # type: ignore[no-untyped-call]
         with self.clock.part("update"):
             self.optimizer.step()
-        self.sums.add(loss.detach(), outputs.detach(), labels)
+        if own.counts:
+            self.sums.add(loss.detach(), outputs.detach(), own.labels)
 
     def _end_epoch(self) -> bool:
         """Test, log and save; whether it makes sense to go on."""
-        test_loss, test_accuracy = evaluate(self.model, self.test, self.device)
-        train_loss, train_accuracy = self.sums.means()
+        self.crew.level_buffers(self.model)
+        tested = evaluate(self.model, self.crew.share_of(self.test), self.device)
+        test_loss, test_accuracy = self.crew.added(tested).means()
+        train_loss, train_accuracy = self.crew.added(self.sums).means()
         step, lr = self.step, self.optimizer.param_groups[0]["lr"]
         self.epoch, self.batch, self.sums = self.epoch + 1, 0, Sums(self.device)
         self.accuracies.append(test_accuracy)
@@ -263,14 +303,18 @@ class _Training:
             parts=dict(self.clock.seconds),
             skipped_steps=skipped,
         )
+        self.crew.of_first(lambda: self._log(epoch))
+        goes_on = math.isfinite(train_loss) and math.isfinite(test_loss)
+        (is_due,) = self.crew.any([self._is_due])
+        if goes_on and is_due:
+            self._save()
+        return goes_on
+
+    def _log(self, epoch: Epoch) -> None:
         layers = self._layers()
         self.folder.log(epoch, layers)
         if self.events is not None:
             self.events.write(epoch, layers)
-        goes_on = math.isfinite(train_loss) and math.isfinite(test_loss)
-        if goes_on and time.monotonic() - self.saved >= self.checkpoint_seconds:
-            self._save()
-        return goes_on
 
     def _layers(self) -> list[LayerEpoch]:
         if not isinstance(self.optimizer, NaturalGradient):
@@ -292,7 +336,7 @@ class _Training:
     def _tell(self, watch: Watcher | None) -> None:
         now = time.monotonic()
         if watch is None or (now - self.watched < WATCH_SECONDS and self.batch < self.steps_per_epoch):
-            return
+            return  # and where there are several processes, each tells of its own part of the batches
         self.watched = now
         accuracy = self.accuracies[-1] if self.accuracies else None
         watch(Progress(self.step, self.steps, self.epoch + 1, self.sums.means()[0], accuracy))
@@ -310,30 +354,31 @@ class _Training:
     # -- checkpoints -----------------------------------------------------------------------------------
 
     def _save(self) -> None:
-        self.folder.save(
-            {
-                "model": self.model.state_dict(),
-                "optimizer": self.optimizer.state_dict(),
-                "epoch": self.epoch,
-                "batch": self.batch,
-                "sums": self.sums.state(),
-                "accuracies": self.accuracies,
-                "seconds": self.clock.seconds,
-                "generators": random_states(self.device),
-            }
-        )
+        state = {
+            "model": self.model.state_dict(),
+            "optimizer": self.optimizer.state_dict(),
+            "epoch": self.epoch,
+            "batch": self.batch,
+            "sums": self.crew.added(self.sums).state(),
+            "accuracies": self.accuracies,
+            "seconds": self.clock.seconds,
+            "generators": self.crew.random_states(),
+        }
+        self.crew.of_first(lambda: self.folder.save(state))
         self.saved = time.monotonic()
 
     def _restore(self) -> None:
-        state = self.folder.load()
+        state = self.crew.of_first(self.folder.load)
         if state is not None:
+            self.crew.require_as_many(len(state["generators"]), str(self.folder.path))
             self.model.load_state_dict(state["model"])
             self.optimizer.load_state_dict(state["optimizer"])
             self.epoch, self.batch = state["epoch"], state["batch"]
-            self.sums.load(state["sums"])
+            if self.crew.is_first:  # what was added up of all is its own from here on
+                self.sums.add_state(state["sums"])
             self.accuracies = state["accuracies"]
             self.clock.seconds = state["seconds"]
-            set_random_states(state["generators"], self.device)
+            set_random_states(self.crew.own(state["generators"]), self.device)
 
 
 def _require_same(run: RunFolder, config: RunConfig, resume: bool) -> RunConfig:

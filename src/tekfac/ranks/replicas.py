@@ -18,13 +18,17 @@ class ReplicaError(RuntimeError):
     """Processes that train one model together have something different."""
 
 
-def require_same(ranks: Ranks, owner: str, facts: Mapping[str, Any]) -> None:
+ADVICE = "Make it the same everywhere, or pass process_group='alone' for processes that do not train together."
+
+
+def require_same(ranks: Ranks, owner: str, facts: Mapping[str, Any], advice: str = ADVICE) -> None:
     """Raise ReplicaError in all processes where one of them has other facts; all have to call it.
 
     Args:
         ranks: the processes.
         owner: what the facts are of, for the message.
         facts: by name; things that can be compared and pickled.
+        advice: what to do.
     """
     if ranks.count == 1:
         return
@@ -42,8 +46,7 @@ def require_same(ranks: Ranks, owner: str, facts: Mapping[str, Any]) -> None:
         more = f", and {len(found) - SHOWN} more" if len(found) > SHOWN else ""
         raise ReplicaError(
             f"{owner} needs the same in all {ranks.count} processes that train together, but "
-            f"{'; '.join(found[:SHOWN])}{more}. Make it the same everywhere, or pass process_group='alone' for "
-            "processes that do not train together."
+            f"{'; '.join(found[:SHOWN])}{more}. {advice}"
         )
 
 
