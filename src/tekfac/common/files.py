@@ -20,7 +20,7 @@ LOCK_SECONDS = 0.2
 """Between two tries to get a lock."""
 
 
-def write_whole(path: Path, write: Callable[[Path], object]) -> None:
+def write_whole(path: Path, write: Callable[[Path], object], *, earlier: Path | None = None) -> None:
     """Let `write` fill a neighbouring file, then put it in place; a failure leaves what was there before.
 
     The neighbour's name is of this call alone: threads and processes may write one path at the same time, and
@@ -29,6 +29,8 @@ def write_whole(path: Path, write: Callable[[Path], object]) -> None:
     Args:
         path: of the file; folders above it are made if need be.
         write: given the path of the neighbour, writes all of it.
+        earlier: what the file that was there before is called from then on; None not to keep it. A process
+            that is killed between the two may leave that one alone.
 
     Raises:
         OSError: with the path, what the system said (a full disk, say), and that the earlier file is untouched.
@@ -38,6 +40,8 @@ def write_whole(path: Path, write: Callable[[Path], object]) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         write(unfinished)
         settle_on_disk(unfinished)
+        if earlier is not None and path.is_file():
+            path.replace(earlier)
         unfinished.replace(path)
     except BaseException as error:
         with suppress(OSError):

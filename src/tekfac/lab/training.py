@@ -100,7 +100,7 @@ def train(
                 _require_same_source(run, source)
                 ended = run.result()
                 if ended is not None:
-                    run.drop_checkpoint()
+                    run.checkpoints.drop()
                     return ended
             config = _with_threads(config)
             training = _Training(run, config, data, checkpoint_seconds, tensorboard, interruption)
@@ -311,6 +311,7 @@ class _Training:
 
     def _save(self) -> None:
         self.folder.save(
+            self.config,
             {
                 "model": self.model.state_dict(),
                 "optimizer": self.optimizer.state_dict(),
@@ -320,20 +321,33 @@ class _Training:
                 "accuracies": self.accuracies,
                 "seconds": self.clock.seconds,
                 "generators": random_states(self.device),
-            }
+            },
         )
         self.saved = time.monotonic()
 
     def _restore(self) -> None:
-        state = self.folder.load()
+        """Go on from the checkpoint in the folder, if there is one; only then is anything there changed."""
+        state = self.folder.load(self.config)
         if state is not None:
-            self.model.load_state_dict(state["model"])
-            self.optimizer.load_state_dict(state["optimizer"])
-            self.epoch, self.batch = state["epoch"], state["batch"]
-            self.sums.load(state["sums"])
-            self.accuracies = state["accuracies"]
-            self.clock.seconds = state["seconds"]
-            set_random_states(state["generators"], self.device)
+            try:
+                self._take_up(state)
+            except Exception as error:  # what another program wrote can end in nearly any error
+                raise ValueError(
+                    f"A checkpoint in {str(self.folder.path)!r} does not fit its run: {error} Remove it to "
+                    "begin anew."
+                ) from error
+        self.folder.go_on_from(state)
+
+    def _take_up(self, state: Mapping[str, Any]) -> None:
+        self.model.load_state_dict(state["model"])
+        self.optimizer.load_state_dict(state["optimizer"])
+        self.epoch, self.batch = state["epoch"], state["batch"]
+        self.sums.load(state["sums"])
+        self.accuracies = state["accuracies"]
+        self.clock.seconds = state["seconds"]
+        set_random_states(state["generators"], self.device)
+        if not (0 <= self.epoch <= self.config.epochs and 0 <= self.batch <= self.steps_per_epoch):
+            raise ValueError(f"it is of epoch {self.epoch!r}, batch {self.batch!r}.")
 
 
 def _require_same(run: RunFolder, config: RunConfig, resume: bool) -> RunConfig:
