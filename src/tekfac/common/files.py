@@ -1,4 +1,4 @@
-"""Files that are written whole or not at all."""
+"""The one way to write files: whole or not at all, or lines that are added to a log."""
 
 from __future__ import annotations
 
@@ -110,8 +110,28 @@ def make_folder(path: Path) -> None:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write text in UTF-8, whole or not at all."""
-    write_whole(path, lambda unfinished: unfinished.write_text(text, encoding="utf-8"))
+    """Write text in UTF-8, whole or not at all; what UTF-8 has no code for is escaped, as JSON does."""
+    write_whole(
+        path, lambda unfinished: unfinished.write_text(text, encoding="utf-8", errors="backslashreplace")
+    )
+
+
+def append_text(path: Path, text: str, advice: str) -> None:
+    """Add text to a file, in UTF-8, all of it or nothing; `settle_on_disk` makes it outlive a loss of power.
+
+    Raises:
+        OSError: with the path, what the system said, that earlier lines are untouched, and the advice.
+    """
+    size = path.stat().st_size if path.exists() else 0
+    try:
+        with path.open("a", encoding="utf-8", errors="backslashreplace") as file:
+            file.write(text)
+    except OSError as error:
+        if path.exists():
+            os.truncate(path, size)
+        raise OSError(
+            f"Cannot write {str(path)!r}: {error.strerror or error}; its earlier lines are untouched. {advice}"
+        ) from error
 
 
 def write_json(path: Path, value: Any) -> None:

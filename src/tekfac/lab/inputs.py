@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from tekfac.common.files import write_whole
 from tekfac.lab.config import OF_DATA, RunConfig
 from tekfac.lab.data.batches import Batches
 from tekfac.lab.data.images import DataSet, Images, held_back
@@ -56,7 +58,7 @@ class SharedData:
             try:
                 data = read(config)
                 _ = data.digest  # is kept with the data
-                torch.save(data, path)
+                write_whole(path, partial(_save, data))
             except (OSError, ValueError):
                 return None
             self._paths[key] = path
@@ -65,6 +67,11 @@ class SharedData:
     def close(self) -> None:
         """Remove the files; processes that have them mapped may go on."""
         self._folder.cleanup()
+
+
+def _save(data: DataSet, unfinished: Path) -> None:
+    with unfinished.open("wb") as file:  # given a file, torch.save passes on what the system says
+        torch.save(data, file)
 
 
 def mapped(path: Path) -> DataSet:

@@ -15,8 +15,6 @@ kept as epochs.earlier-1.jsonl and so on.
 
 from __future__ import annotations
 
-import csv
-import io
 import logging
 import os
 import secrets
@@ -27,7 +25,16 @@ from itertools import count
 from pathlib import Path
 from typing import Any, TypeVar
 
-from tekfac.common.files import exclusive, read_json, settle_on_disk, write_json, write_text, write_whole
+from tekfac.common.files import (
+    append_text,
+    exclusive,
+    read_json,
+    settle_on_disk,
+    write_json,
+    write_text,
+    write_whole,
+)
+from tekfac.common.tables import csv_of
 from tekfac.lab import sealed_files
 from tekfac.lab.checked_json import (
     CHECKSUMS,
@@ -179,11 +186,7 @@ class RunFolder:
         self._append(EPOCHS, [epoch.plain()])
         self._append(LAYERS, [layer.plain() for layer in layers])
         rows = [epoch.plain() for epoch in self.epochs()]
-        text = io.StringIO()
-        table = csv.DictWriter(text, fieldnames=list(rows[0]), lineterminator="\n")
-        table.writeheader()
-        table.writerows(rows)
-        write_text(self.path / "epochs.csv", text.getvalue())
+        write_text(self.path / "epochs.csv", csv_of([rows[0], *(row.values() for row in rows)]))
 
     def epochs(self) -> list[Epoch]:
         """The epochs so far."""
@@ -195,18 +198,8 @@ class RunFolder:
 
     def _append(self, log: str, rows: Iterable[Mapping[str, Any]]) -> None:
         text = "".join(f"{checked_line(row)}\n" for row in rows)
-        path = self.path / log
-        size = self._size(log)
-        try:
-            with path.open("a", encoding="utf-8") as file:
-                file.write(text)
-        except OSError as error:
-            if path.exists():
-                os.truncate(path, size)
-            raise OSError(
-                f"Cannot write {str(path)!r}: {error.strerror}. Its earlier lines are untouched. Free some "
-                "room, then resume: the run goes on from its last checkpoint."
-            ) from error
+        advice = "Free some room, then resume: the run goes on from its last checkpoint."
+        append_text(self.path / log, text, advice)
 
     def _read(self, log: str, make: Callable[[Mapping[str, Any]], T], size: int | None = None) -> list[T]:
         """The lines of a log; a last one that was cut off in the middle, as by a kill, is left out.

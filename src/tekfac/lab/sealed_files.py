@@ -19,17 +19,17 @@ MARK = b"tekfac sha256 "
 """Before the checksum, at the end of the file."""
 
 
-def write(values: Mapping[str, Any], path: Path) -> None:
-    """Write plain values and tensors, and their checksum.
+def write(values: Mapping[str, Any], unfinished: Path) -> None:
+    """Write plain values and tensors, and their checksum; `write_whole` puts the file in place.
 
     Raises:
         OSError: with what the system says, where they cannot be written.
     """
-    with path.open("wb") as file:  # given a file, torch.save passes on what the system says
+    with unfinished.open("wb") as file:  # given a file, torch.save passes on what the system says
         torch.save(dict(values), file)
-    with zipfile.ZipFile(path, "a") as archive:
+    with zipfile.ZipFile(unfinished, "a") as archive:
         archive.comment = MARK + BLANK
-    seal(path, path.stat().st_size - LENGTH)
+    seal(unfinished, unfinished.stat().st_size - LENGTH)
 
 
 def read(path: Path) -> dict[str, Any]:

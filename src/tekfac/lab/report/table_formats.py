@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import csv
-import io
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from tekfac.common.extras import require
+from tekfac.common.tables import csv_of
 
 if TYPE_CHECKING:
     from rich.table import Table as RichTable
@@ -83,9 +82,7 @@ def rendered(template: str, **values: Any) -> str:
 
 def to_csv(table: Table) -> str:
     """Header and rows alone."""
-    text = io.StringIO()
-    csv.writer(text, lineterminator="\n").writerows([table.header, *table.rows])
-    return text.getvalue()
+    return csv_of([table.header, *table.rows])
 
 
 def to_rich(table: Table) -> RichTable:
