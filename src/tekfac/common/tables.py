@@ -7,25 +7,31 @@ import io
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-FORMULA = ("=", "+", "-", "@", "\t", "\r")
+from tekfac.common.console import printable
+
+FORMULA = ("=", "+", "-", "@", "\t")
 """With what a cell begins that a spreadsheet computes, or whose next letter it looks at."""
 
 
 def csv_of(rows: Iterable[Iterable[Any]]) -> str:
-    """Rows as CSV; a text that a spreadsheet would take for a formula gets an apostrophe before it."""
+    """Rows as CSV; a text that a spreadsheet would take for a formula gets an apostrophe before it.
+
+    What a terminal would not show, but do, is escaped.
+    """
     text = io.StringIO()
     csv.writer(text, lineterminator="\n").writerows([_harmless(cell) for cell in row] for row in rows)
     return text.getvalue()
 
 
 def _harmless(cell: Any) -> Any:
-    if not isinstance(cell, str) or not cell.startswith(FORMULA):
+    if not isinstance(cell, str):
         return cell
+    text = printable(cell)
     try:
-        float(cell)
+        float(text)
     except ValueError:
-        return f"'{cell}"
-    return cell
+        return f"'{text}" if text.startswith(FORMULA) else text
+    return text
 
 
 def aligned(rows: Sequence[Sequence[str]], right_from: int) -> list[str]:
