@@ -1,7 +1,7 @@
 """The terminal: one console, and progress bars that are silent where nobody watches.
 
-What is shown may come from files of others. So it is shown letter by letter: nothing in it is taken for markup, and
-what would make a terminal do something is escaped.
+What is shown may come from files of others. So it is shown letter by letter: nothing in it is markup, and what
+would make a terminal do something is escaped.
 """
 
 from __future__ import annotations
@@ -51,7 +51,10 @@ class _AsText:
     """Between what is printed and the terminal, and between a bar's texts and it."""
 
     def process_renderables(self, renderables: list[Any]) -> list[Any]:
-        """As rich asks a hook of a console."""
+        """As rich asks a hook of a console; text is escaped before it is broken into lines."""
+        for renderable in renderables:
+            if hasattr(renderable, "plain"):
+                self.highlight(renderable)
         return [_Escaped(renderable) for renderable in renderables]
 
     def highlight(self, text: Text) -> None:

@@ -145,9 +145,25 @@ def read_json(path: Path) -> Any:
     Raises:
         ValueError: for a file that is not there or not JSON; the message says which.
     """
+    return read_parsed(path, json.loads, "JSON")
+
+
+def read_parsed(path: Path, parse: Callable[[str], Any], language: str) -> Any:
+    """What a parser makes of the text in a file.
+
+    Args:
+        path: of the file.
+        parse: the text; it raises ValueError for what it cannot read.
+        language: the name of what it reads.
+
+    Raises:
+        ValueError: for a file that is not there or cannot be read; the message says which, and why.
+    """
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
+        return parse(path.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
         raise ValueError(f"There is no file {str(path)!r}.") from error
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise ValueError(f"Cannot read {str(path)!r} as JSON: {error}") from error
+    except RecursionError as error:
+        raise ValueError(f"Cannot read {str(path)!r} as {language}: it is nested too deep.") from error
+    except (OSError, ValueError, OverflowError) as error:
+        raise ValueError(f"Cannot read {str(path)!r} as {language}: {error}") from error

@@ -16,6 +16,7 @@ from tekfac.lab.config import OF_DATA, RunConfig
 from tekfac.lab.data.batches import Batches
 from tekfac.lab.data.images import DataSet, Images, held_back
 from tekfac.lab.data.loading import load
+from tekfac.lab.sealed_files import save
 
 TEST_BATCH = 500
 SAMPLE_SEED = 4096
@@ -58,7 +59,7 @@ class SharedData:
             try:
                 data = read(config)
                 _ = data.digest  # is kept with the data
-                write_whole(path, partial(_save, data))
+                write_whole(path, partial(save, data))
             except (OSError, ValueError):
                 return None
             self._paths[key] = path
@@ -67,11 +68,6 @@ class SharedData:
     def close(self) -> None:
         """Remove the files; processes that have them mapped may go on."""
         self._folder.cleanup()
-
-
-def _save(data: DataSet, unfinished: Path) -> None:
-    with unfinished.open("wb") as file:  # given a file, torch.save passes on what the system says
-        torch.save(data, file)
 
 
 def mapped(path: Path) -> DataSet:

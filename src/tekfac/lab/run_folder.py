@@ -29,6 +29,7 @@ from tekfac.common.files import (
     append_text,
     exclusive,
     read_json,
+    read_parsed,
     settle_on_disk,
     write_json,
     write_text,
@@ -46,6 +47,7 @@ from tekfac.lab.checked_json import (
 )
 from tekfac.lab.checkpoints import Checkpoints
 from tekfac.lab.config import RunConfig
+from tekfac.lab.messages import MessagesHandler
 from tekfac.lab.run_log import Epoch, LayerEpoch, Line
 
 logger = logging.getLogger("tekfac")
@@ -237,7 +239,7 @@ class RunFolder:
     def messages(self) -> Iterator[None]:
         """Let what the library logs meanwhile go to a file of the run."""
         logger = logging.getLogger("tekfac")
-        handler = logging.FileHandler(self.path / "messages.log", delay=True)
+        handler = MessagesHandler(self.path / "messages.log")
         handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
         propagated = logger.propagate
         logger.addHandler(handler)
@@ -354,12 +356,7 @@ def read_plain(path: Path) -> dict[str, Any]:
     if path.is_dir():
         path = RunFolder(path).file
     if path.suffix == ".toml":
-        try:
-            plain: Any = _with_none(tomllib.loads(path.read_text(encoding="utf-8")))
-        except FileNotFoundError as error:
-            raise ValueError(f"There is no file {str(path)!r}.") from error
-        except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-            raise ValueError(f"Cannot read {str(path)!r} as TOML: {error}") from error
+        plain = read_parsed(path, lambda text: _with_none(tomllib.loads(text)), "TOML")
     else:
         plain = read_json(path)
     if isinstance(plain, dict) and isinstance(plain.get("config"), dict):

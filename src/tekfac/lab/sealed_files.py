@@ -25,11 +25,25 @@ def write(values: Mapping[str, Any], unfinished: Path) -> None:
     Raises:
         OSError: with what the system says, where they cannot be written.
     """
-    with unfinished.open("wb") as file:  # given a file, torch.save passes on what the system says
-        torch.save(dict(values), file)
+    save(dict(values), unfinished)
     with zipfile.ZipFile(unfinished, "a") as archive:
         archive.comment = MARK + BLANK
     seal(unfinished, unfinished.stat().st_size - LENGTH)
+
+
+def save(value: Any, unfinished: Path) -> None:
+    """What `torch.save` does, but where the system cannot write, the error is the system's.
+
+    Raises:
+        OSError: with what the system says.
+    """
+    with unfinished.open("wb") as file:
+        try:
+            torch.save(value, file)
+        except RuntimeError as error:  # torch's own on the way out, of positions that it did not get to
+            if isinstance(error.__context__, OSError):
+                raise error.__context__ from None
+            raise
 
 
 def read(path: Path) -> dict[str, Any]:
