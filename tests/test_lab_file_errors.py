@@ -27,6 +27,7 @@ DEEP = 100_000
         ("a.toml", "a = " + "[" * DEEP, r"a\.toml' as TOML: it is nested too deep"),
         ("a.json", "9" * 5000, r"a\.json' as JSON: Exceeds the limit"),
         ("a.toml", f"lr = {'9' * 5000}", r"a\.toml' as TOML: Exceeds the limit"),
+        ("a.json", '{"lr": 0.1, "lr": 0.2}', r"a\.json' as JSON: it has 'lr' twice"),
         ("a.json", "\x00", r"a\.json' as JSON: Expecting value"),
         ("a.toml", "lr = 0.1\nlr = 0.2", r"a\.toml' as TOML: Cannot overwrite a value"),
         ("a.toml", 'data = "\\ud800"', r"a\.toml' as TOML: "),
@@ -45,6 +46,7 @@ def test_what_cannot_be_read_is_named(name: str, content: str, said: str, tmp_pa
         (b'{"epoch": 1e999}', "cannot convert float infinity to integer"),
         (b'{"epoch": "one"}', "'epoch' is 'one', expected a number"),
         (b"\xff", "can't decode"),
+        (b'{"epoch": 1, "epoch": 2}', "it has 'epoch' twice"),
     ],
 )
 def test_a_line_of_a_log_that_cannot_be_read_is_named(line: bytes, said: str, tmp_path: Path) -> None:

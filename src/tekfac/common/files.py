@@ -145,7 +145,20 @@ def read_json(path: Path) -> Any:
     Raises:
         ValueError: for a file that is not there or not JSON; the message says which.
     """
-    return read_parsed(path, json.loads, "JSON")
+    return read_parsed(path, parse_json, "JSON")
+
+
+def parse_json(text: str | bytes) -> Any:
+    """Plain values; raises ValueError for a key that stands twice in an object, too."""
+    return json.loads(text, object_pairs_hook=_each_once)
+
+
+def _each_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    values = dict(pairs)
+    if len(values) < len(pairs):
+        keys = [key for key, _ in pairs]
+        raise ValueError(f"it has {next(key for key in keys if keys.count(key) > 1)!r} twice")
+    return values
 
 
 def read_parsed(path: Path, parse: Callable[[str], Any], language: str) -> Any:

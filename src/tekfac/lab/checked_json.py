@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from tekfac.common.checksums import checksum_of
+from tekfac.common.files import parse_json
 
 CHECKSUMS = "checksums"
 CHECKSUM = "checksum"
@@ -49,7 +50,7 @@ def values_of_line(line: bytes) -> dict[str, Any]:
         ValueError: if it is no object, or not as it was written.
     """
     try:
-        row = json.loads(line)
+        row = parse_json(line)
         if not isinstance(row, dict):
             raise ValueError("not an object")
         told = row.pop(CHECKSUM, None)

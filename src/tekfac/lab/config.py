@@ -141,14 +141,21 @@ class RunConfig:
         return {**vars(self), "model_options": dict(self.model_options), "options": dict(self.options)}
 
     @classmethod
-    def from_plain(cls, plain: Mapping[str, Any], origin: str = "The config") -> Self:
+    def from_plain(cls, plain: Mapping[str, Any], origin: str = "") -> Self:
         """The config with these values, the rest at their defaults.
+
+        Args:
+            plain: the values.
+            origin: the file that they come from, if they do.
 
         Raises:
             ValueError: for an unknown key, with the one that was probably meant, or an invalid value.
         """
-        require_keys(plain, [entry.name for entry in dataclasses.fields(cls)], origin)
-        return cls(**plain)
+        require_keys(plain, [entry.name for entry in dataclasses.fields(cls)], origin or "The config")
+        try:
+            return cls(**plain)
+        except ValueError as error:
+            raise ValueError(f"{origin}: {error}" if origin else str(error)) from error
 
     def fingerprint(self) -> str:
         """A short name for what is computed; neither the config's name nor where it runs is part of it."""

@@ -170,15 +170,15 @@ class RunFolder:
                 f"{str(path)!r} has the status {status!r}, expected 'finished' or 'diverged'. Remove the file "
                 "to have the run taken for unfinished."
             )
-        if CHECKSUMS in result:
+        if CHECKSUMS in result or "format" in result:
             require_as_written(result, path)
-        return unchecked(result)
+        return {key: value for key, value in unchecked(result).items() if key != "format"}
 
     def end(self, model: Mapping[str, Any], result: Mapping[str, Any]) -> None:
         """Write the weights and how the run ended; the checkpoints have served their purpose then."""
         write_whole(self.path / MODEL, lambda path: sealed_files.write(model, path))
         self._settle_logs()
-        write_json(self.path / RESULT, checked(result))
+        write_json(self.path / RESULT, checked({"format": FORMAT, **result}))
         self.checkpoints.drop()
 
     # -- logs ------------------------------------------------------------------------------------------
