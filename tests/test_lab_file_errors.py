@@ -16,6 +16,7 @@ from tekfac.common.files import read_json
 from tekfac.lab import inputs
 from tekfac.lab.config import RunConfig
 from tekfac.lab.run_folder import RunFolder, read_plain
+from tekfac.lab.sweeping import read_trials
 
 DEEP = 100_000
 
@@ -55,6 +56,13 @@ def test_a_line_of_a_log_that_cannot_be_read_is_named(line: bytes, said: str, tm
     log.write_bytes(line + b"\n" + log.read_bytes())
     with pytest.raises(ValueError, match=rf"epochs\.jsonl' is damaged in line 1: .*{said}"):
         RunFolder(folder).epochs()
+
+
+@pytest.mark.parametrize("content", ["[1]", "[{}]", "3", '[{"point": {}, "accuracy": 1, "runs": 3}]'])
+def test_a_sweep_that_cannot_be_read_is_named(content: str, tmp_path: Path) -> None:
+    (tmp_path / "trials.json").write_text(content)
+    with pytest.raises(ValueError, match=r"trials\.json' is damaged"):
+        read_trials(tmp_path)
 
 
 @pytest.mark.parametrize("seeds", [(0, "one"), (None, 1), ([1], 2)])

@@ -34,7 +34,7 @@ def require_as_written(plain: Mapping[str, Any], path: Path) -> None:
     if differing:
         raise ValueError(
             f"{str(path)!r} was changed after it was written, in {', '.join(differing)}. Put back what stood "
-            "there; other settings are another run, in a folder of its own."
+            "there. Other settings are another run: `tekfac train --config` takes them from a file of yours."
         )
 
 
