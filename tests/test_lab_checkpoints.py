@@ -256,6 +256,15 @@ def test_settings_that_were_edited_are_refused_by_name(cut: Path, name: str, val
     assert_refused(cut, rf"in config\.{name}\.", replace(CONFIG, **{name: value}))
 
 
+def test_settings_that_are_edited_meanwhile_do_not_end_a_run(tmp_path: Path, made: Path) -> None:
+    def meddle(at: Progress) -> None:
+        if at.step == 5:
+            edit(tmp_path / "run.json", "lr", 0.5)
+
+    train(CONFIG, tmp_path, checkpoint_seconds=0, watch=meddle)
+    assert_same_end(made / "whole", tmp_path)
+
+
 def test_the_command_refuses_them_too(cut: Path, capsys: pytest.CaptureFixture[str]) -> None:
     edit(cut / "run.json", "lr", 0.5)
     before = contents(cut)
@@ -269,8 +278,8 @@ def test_the_command_refuses_them_too(cut: Path, capsys: pytest.CaptureFixture[s
 def test_settings_edited_with_their_checksums_are_not_those_of_the_checkpoint(cut: Path) -> None:
     run = RunFolder(cut)
     number = run.number()
-    run.begin(replace(CONFIG, seed=7), run.identity(), run.provenance())
-    assert run.number() != number
+    RunFolder(cut).begin(replace(CONFIG, seed=7), run.identity(), run.provenance())
+    assert RunFolder(cut).number() != number
     assert_refused(cut, r"another config \(seed 0 -> 7\)", replace(CONFIG, seed=7))
 
 

@@ -71,6 +71,7 @@ class RunFolder:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.checkpoints = Checkpoints(path)
+        self._number: str | None = None
 
     @classmethod
     def of(cls, folder: Path, config: RunConfig) -> RunFolder:
@@ -102,7 +103,8 @@ class RunFolder:
 
     def begin(self, config: RunConfig, identity: Mapping[str, str], provenance: Mapping[str, Any]) -> None:
         """Write down what is going to be run."""
-        whole = {"format": FORMAT, "id": secrets.token_hex(8), "config": config.plain()}
+        self._number = secrets.token_hex(8)
+        whole = {"format": FORMAT, "id": self._number, "config": config.plain()}
         write_json(self.file, checked({**whole, "identity": dict(identity), "provenance": dict(provenance)}))
 
     def config(self) -> RunConfig:
@@ -125,7 +127,9 @@ class RunFolder:
 
     def number(self) -> str:
         """What no other run has; empty for one of an earlier format, and where there is none yet."""
-        return str(self._saved().get("id", "")) if self.file.is_file() else ""
+        if self._number is None:  # read once, so that whatever is done to the file does not end a run
+            self._number = str(self._saved().get("id", "")) if self.file.is_file() else ""
+        return self._number
 
     def identity(self) -> dict[str, str]:
         """What the run in it was computed from (see provenance.py)."""
