@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from tekfac.cli.main import main
+from tekfac.lab.checked_json import checked, unchecked
 from tekfac.lab.grids import Sweep
 
 MINE = """
@@ -43,10 +44,10 @@ def refused(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def edited(path: Path, **changes: Any) -> None:
-    """A file of a run or a sweep, as somebody has changed it."""
+    """A file of a run or a sweep, as somebody has changed it who knows of checksums."""
     plain = json.loads(path.read_text())
     plain.get("config", plain).update(changes)
-    path.write_text(json.dumps(plain))
+    path.write_text(json.dumps(checked(unchecked(plain)) if "config" in plain else plain))
 
 
 def test_a_config_is_refused_whatever_its_form(capsys: pytest.CaptureFixture[str]) -> None:

@@ -53,6 +53,11 @@ def test_a_toml_file_and_a_run_file_are_read_alike(tmp_path: Path) -> None:
         ({"train_samples": 0}, "Invalid train_samples: 0"),
         ({"held_back": -1}, "Invalid held_back: -1"),
         ({"decay_factor": 2.0}, "Invalid decay_factor: 2.0"),
+        ({"threads": 100_000}, "Invalid threads: 100000. Expected at most 1024"),
+        ({"workers": 100_000}, "Invalid workers: 100000. Expected at most 1024"),
+        ({"image_size": 100_000}, "Invalid image_size: 100000. Expected at most 4096"),
+        ({"lr": 10**400}, "Expected a positive number"),
+        ({"weight_decay": 10**400}, "Expected a finite number"),
     ],
 )
 def test_what_does_not_fit_is_named(plain: dict[str, Any], told: str) -> None:

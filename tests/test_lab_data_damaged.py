@@ -391,8 +391,8 @@ def write_mat(path: Path, *elements: bytes) -> Path:
         (matrix([2, 2], b"1"), "array of size 1 into shape"),
         (matrix([1, 1], b"1", b"X" * 64), "has no X"),
         (bytes(8) * 2000, "Did not read any bytes"),
-        (packed(bytes(64 << 20)), "Expecting miMATRIX"),
-        (packed(element(14, bytes(16 << 20))), "Expecting miINT32"),
+        (packed(bytes(1 << 19)), "Expecting miMATRIX"),
+        (packed(element(14, bytes(1 << 19))), "Expecting miINT32"),
         (matrix([1, 1], b"1").replace(UINT8, struct.pack("<II", 0x4242, 1)), "as a MATLAB file"),
         (matrix([1, 1], b"1").replace(UINT8, struct.pack("<II", 2, 2**32 - 16)), "MemoryError"),
         (packed(matrix([1 << 15, 1 << 15])), r"of shape \[32768, 32768\] is too large"),
@@ -423,7 +423,23 @@ def test_what_a_matlab_file_unpacks_to_is_bounded(tmp_path: Path) -> None:
     stream, zeros = zlib.compressobj(1), bytes(1 << 24)
     small = b"".join([*(stream.compress(zeros) for _ in range(33)), stream.flush()])
     path = write_mat(tmp_path / "file.mat", struct.pack("<II", 15, len(small)) + small)
-    with cheap(64 << 20), pytest.raises(ValueError, match="more than 536,870,912 bytes when unpacked"):
+    with cheap(64 << 20), pytest.raises(ValueError, match=r"more than [\d,]+ bytes when unpacked"):
+        read_mat(path)
+
+
+def test_numbers_of_a_matlab_file_are_bounded_by_the_bytes_that_they_take(tmp_path: Path) -> None:
+    """Small numbers are kept in a byte each, and are eight bytes each when they are read."""
+    double = matrix([1 << 10, 1 << 11], bytes(1 << 21)).replace(
+        struct.pack("<II", 9, 0), struct.pack("<II", 6, 0)
+    )
+    path = write_mat(tmp_path / "file.mat", packed(double), matrix([1, 1], b"1", b"y"))
+    with cheap(64 << 20), pytest.raises(ValueError, match=r"more than [\d,]+ bytes when unpacked"):
+        read_mat(path)
+    double = matrix([1 << 9, 1 << 9], bytes(1 << 18)).replace(
+        struct.pack("<II", 9, 0), struct.pack("<II", 6, 0)
+    )
+    path = write_mat(tmp_path / "file.mat", packed(double), matrix([1, 1], b"1", b"y"))
+    with cheap(64 << 20), pytest.raises(ValueError, match=r"X of shape \[512, 512\] is too large"):
         read_mat(path)
 
 

@@ -27,7 +27,7 @@ def md5(raw: bytes) -> str:
 
 
 def of(server: Server, body: bytes = BODY) -> tuple[str, File]:
-    return f"{server.address}/", File("file.bin", "other", md5=md5(body))
+    return f"{server.address}/", File("file.bin", "other", size=len(body), md5=md5(body))
 
 
 # -- one file -------------------------------------------------------------------------------------------------
@@ -56,6 +56,17 @@ def test_another_file_than_the_official_one_is_removed(tmp_path: Path) -> None:
         pytest.raises(
             ValueError,
             match=rf"not the official file: .*expected md5:{md5(BODY)} but got {md5(b'something else')}",
+        ),
+    ):
+        download(*of(server), tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_server_that_sends_more_than_the_official_file_is_hung_up_on(tmp_path: Path) -> None:
+    with (
+        serving({"file.bin": 5 * BODY}) as server,
+        pytest.raises(
+            ValueError, match=rf"it goes on after {4 * len(BODY):,} bytes, four times the official size"
         ),
     ):
         download(*of(server), tmp_path)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tracemalloc
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ from PIL import Image
 
 from lab_data import classes, draw
 from tekfac.lab.data import load
+from tekfac.lab.data.folder import folder_of_images
 
 
 def test_train_and_test_are_read_with_sorted_classes(tmp_path: Path) -> None:
@@ -119,3 +121,17 @@ def test_folders_that_are_laid_out_otherwise_are_refused(tmp_path: Path) -> None
         load("folder", tmp_path / "split")
     with pytest.raises(ValueError, match="Say which folder DIR is"):
         load("folder")
+
+
+def test_a_small_file_with_more_pixels_than_a_camera_makes_is_not_unpacked(tmp_path: Path) -> None:
+    classes(tmp_path, 5, "a", "b")
+    image = Image.new("L", (7000, 7000))
+    image.save(tmp_path / "a" / "large.png", compress_level=1)
+    image.close()
+    tracemalloc.start()
+    try:
+        with pytest.raises(ValueError, match=r"large\.png' as an image: it has 7000 x 7000 pixels, more than"):
+            folder_of_images(tmp_path, image_size=4)
+        assert tracemalloc.get_traced_memory()[1] < 10_000_000
+    finally:
+        tracemalloc.stop()

@@ -48,15 +48,28 @@ def test_what_svhn_does_not_have_is_refused_with_the_reason(
 
 
 @pytest.mark.parametrize(
-    ("bound", "reason"),
-    [("MOST_NUMBERS", "its X of shape .* is too large"), ("MOST_BYTES", "more than 40 bytes when unpacked")],
+    ("compressed", "reason"),
+    [(False, "its X of shape .* is too large"), (True, "more than 40 bytes when unpacked")],
 )
 def test_what_is_larger_than_it_may_be_is_refused(
-    bound: str, reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    compressed: bool, reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(matlab_reader, bound, 40)
+    monkeypatch.setattr(matlab_reader, "MOST_BYTES", 40)
     with pytest.raises(ValueError, match=reason):
-        matlab_reader.wanted_arrays(str(saved(tmp_path, X=X, y=Y)))
+        matlab_reader.wanted_arrays(str(saved(tmp_path, compressed, X=X, y=Y)))
+
+
+def test_what_is_much_larger_than_its_file_is_refused(tmp_path: Path) -> None:
+    equal = np.zeros((32, 32, 3, 1000), dtype=np.uint8)
+    with pytest.raises(ValueError, match=r"more than [\d,]+ bytes when unpacked"):
+        matlab_reader.wanted_arrays(str(saved(tmp_path, X=equal, y=Y)))
+    photographs = np.random.default_rng(0).integers(256, size=(32, 32, 3, 1000), dtype=np.uint8)
+    assert matlab_reader.wanted_arrays(str(saved(tmp_path, X=photographs, y=Y)))["X"].shape == equal.shape
+
+
+@pytest.mark.parametrize("kind", sorted(matlab_reader.NUMBERS))
+def test_the_bytes_of_every_kind_of_number_are_known(kind: str) -> None:
+    assert matlab_reader.bytes_of(kind) == np.dtype(kind).itemsize
 
 
 def test_an_array_that_is_cut_off_is_refused(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from lab_runs import write_run
-from tekfac.lab import run_folder
+from tekfac.lab import checkpoints, run_folder
 from tekfac.lab.report.runs import find_runs, read_run
 
 
@@ -29,9 +29,12 @@ def test_a_run_is_read_as_it_was_written(tmp_path: Path) -> None:
 
 def test_only_the_run_folder_knows_its_files() -> None:
     lab = Path(run_folder.__file__).parent
-    names = (run_folder.RESULT, run_folder.CHECKPOINT, run_folder.MODEL, *run_folder.LOGS)
-    knowing = {path.stem for path in lab.rglob("*.py") if any(name in path.read_text() for name in names)}
-    assert knowing == {"run_folder"}
+
+    def knowing(*names: str) -> set[str]:
+        return {path.stem for path in lab.rglob("*.py") if any(name in path.read_text() for name in names)}
+
+    assert knowing(run_folder.RESULT, run_folder.MODEL, *run_folder.LOGS) == {"run_folder"}
+    assert knowing(checkpoints.NEWEST, checkpoints.PREVIOUS) == {"checkpoints", "run_folder"}
 
 
 def test_runs_are_found_anywhere_below_each_once_and_in_order(tmp_path: Path) -> None:
@@ -87,8 +90,9 @@ def test_a_damaged_line_is_named(tmp_path: Path, line: str, said: str) -> None:
     ("file", "text", "said"),
     [
         ("run.json", "{", "Cannot read .*run.json"),
-        ("run.json", "[]", "format 'list', expected 1"),
-        ("run.json", '{"format": 2}', "format 2, expected 1"),
+        ("run.json", "[]", "format 'list', expected 2"),
+        ("run.json", '{"format": 3}', "format 3, expected 2"),
+        ("run.json", '{"format": 2, "config": {"data": "d"}}', "has no checksums"),
         ("run.json", '{"format": 1, "config": {"data": "d"}}', "has no 'model'"),
         ("result.json", '{"status": "great"}', "status 'great', expected 'finished' or 'diverged'"),
     ],

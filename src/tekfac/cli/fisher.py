@@ -20,6 +20,7 @@ from tekfac.cli.model_arguments import FUNCTION, add_images, add_model, made
 from tekfac.cli.parsing import add_out, positive
 from tekfac.common.checks import nearest
 from tekfac.common.extras import require
+from tekfac.common.files import write_text
 from tekfac.common.user_code import find_function
 from tekfac.fisher import figures
 from tekfac.fisher.approximation import Approximation
@@ -214,7 +215,7 @@ def _write_numbers(
     write_json(options.out / "comparison.json", plain)
     table = [f"{point}\n\n{comparison}\n" for point, comparison in comparisons.items()]
     text = "\n".join([*table, *map(str, found)])
-    (options.out / "comparison.txt").write_text(text + "\n", encoding="utf-8")
+    write_text(options.out / "comparison.txt", f"{text}\n")
     return ["comparison.csv", "comparison.json", "comparison.txt"]
 
 

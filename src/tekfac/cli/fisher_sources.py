@@ -10,7 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from tekfac.common.checksums import DamagedError
 from tekfac.common.data_hash import length, map_tensors
+from tekfac.lab.sealed_files import require_sealed
 
 NESTED = ("model", "state_dict", "model_state_dict", "net", "network")
 """Where checkpoints of training runs usually keep the model's parameters."""
@@ -25,7 +27,10 @@ def load_state(model: nn.Module, path: str | Path) -> None:
     if not Path(path).is_file():
         raise ValueError(f"There is no checkpoint {str(path)!r}.")
     try:
+        require_sealed(Path(path))
         saved = torch.load(path, map_location="cpu", weights_only=True)
+    except DamagedError:
+        raise
     except Exception as error:
         raise ValueError(
             f"{str(path)!r} is no checkpoint of tensors that can be read safely ({type(error).__name__}). Save "

@@ -12,6 +12,7 @@ from importlib import import_module
 from typing import Any
 
 from tekfac.cli.parsing import Parser
+from tekfac.common.console import printable
 from tekfac.common.launcher import launched
 from tekfac.version import __version__
 
@@ -50,7 +51,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except KeyboardInterrupt as interrupt:
-        print(f"tekfac: {str(interrupt) or 'interrupted'}", file=sys.stderr)
+        print(f"tekfac: {printable(str(interrupt)) or 'interrupted'}", file=sys.stderr)
         return getattr(interrupt, "status", 130)
     except Exception as error:
         if DEBUG in given:
@@ -58,7 +59,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         text = " ".join(str(error).split())
         if not isinstance(error, ValueError | TypeError | ImportError | OSError):
             text = f"{type(error).__name__}: {text} (tekfac {DEBUG} shows where)"
-        print(f"tekfac: {text}", file=sys.stderr)
+        print(f"tekfac: {printable(text)}", file=sys.stderr)
         return 1
     return 0
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from tekfac.cli import run_arguments
 from tekfac.cli.parsing import add_repeated, pair
-from tekfac.common.console import output, progress
+from tekfac.common.console import output, progress, remark
 from tekfac.common.launcher import has_started_again, launched_index
 from tekfac.lab import recipes
 from tekfac.lab.config import OF_OPTIMIZER, RunConfig
@@ -121,7 +121,13 @@ def _config(options: argparse.Namespace) -> RunConfig:
 def _resumed(options: argparse.Namespace) -> RunConfig:
     """The config of the run that goes on; arguments may repeat it, and say where it is computed."""
     run_arguments.refuse(options, ["recipe", "config"], "the settings come from the run")
-    return _changed(RunFolder(options.resume).config(), options)
+    run = RunFolder(options.resume)
+    config = _changed(run.config(), options)
+    if run.has_progress and not run.checkpoints.there and run.result() is None:
+        remark(
+            f"The run in {run.path} has no checkpoint: it begins anew, and its logs are kept beside the new."
+        )
+    return config
 
 
 def _changed(config: RunConfig, options: argparse.Namespace) -> RunConfig:

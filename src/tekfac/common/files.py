@@ -1,4 +1,4 @@
-"""Files that are written whole or not at all."""
+"""The one way to write files: whole or not at all, or lines that are added to a log."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ LOCK_SECONDS = 0.2
 """Between two tries to get a lock."""
 
 
-def write_whole(path: Path, write: Callable[[Path], object]) -> None:
+def write_whole(path: Path, write: Callable[[Path], object], *, earlier: Path | None = None) -> None:
     """Let `write` fill a neighbouring file, then put it in place; a failure leaves what was there before.
 
     The neighbour's name is of this call alone: threads and processes may write one path at the same time, and
@@ -29,6 +29,8 @@ def write_whole(path: Path, write: Callable[[Path], object]) -> None:
     Args:
         path: of the file; folders above it are made if need be.
         write: given the path of the neighbour, writes all of it.
+        earlier: what the file that was there before is called from then on; None not to keep it. A process
+            that is killed between the two may leave that one alone.
 
     Raises:
         OSError: with the path, what the system said (a full disk, say), and that the earlier file is untouched.
@@ -38,6 +40,8 @@ def write_whole(path: Path, write: Callable[[Path], object]) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         write(unfinished)
         settle_on_disk(unfinished)
+        if earlier is not None and path.is_file():
+            path.replace(earlier)
         unfinished.replace(path)
     except BaseException as error:
         with suppress(OSError):
@@ -106,8 +110,28 @@ def make_folder(path: Path) -> None:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write text in UTF-8, whole or not at all."""
-    write_whole(path, lambda unfinished: unfinished.write_text(text, encoding="utf-8"))
+    """Write text in UTF-8, whole or not at all; what UTF-8 has no code for is escaped, as JSON does."""
+    write_whole(
+        path, lambda unfinished: unfinished.write_text(text, encoding="utf-8", errors="backslashreplace")
+    )
+
+
+def append_text(path: Path, text: str, advice: str) -> None:
+    """Add text to a file, in UTF-8, all of it or nothing; `settle_on_disk` makes it outlive a loss of power.
+
+    Raises:
+        OSError: with the path, what the system said, that earlier lines are untouched, and the advice.
+    """
+    size = path.stat().st_size if path.exists() else 0
+    try:
+        with path.open("a", encoding="utf-8", errors="backslashreplace") as file:
+            file.write(text)
+    except OSError as error:
+        if path.exists():
+            os.truncate(path, size)
+        raise OSError(
+            f"Cannot write {str(path)!r}: {error.strerror or error}; its earlier lines are untouched. {advice}"
+        ) from error
 
 
 def write_json(path: Path, value: Any) -> None:
@@ -121,9 +145,38 @@ def read_json(path: Path) -> Any:
     Raises:
         ValueError: for a file that is not there or not JSON; the message says which.
     """
+    return read_parsed(path, parse_json, "JSON")
+
+
+def parse_json(text: str | bytes) -> Any:
+    """Plain values; raises ValueError for a key that stands twice in an object, too."""
+    return json.loads(text, object_pairs_hook=_each_once)
+
+
+def _each_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    values = dict(pairs)
+    if len(values) < len(pairs):
+        keys = [key for key, _ in pairs]
+        raise ValueError(f"it has {next(key for key in keys if keys.count(key) > 1)!r} twice")
+    return values
+
+
+def read_parsed(path: Path, parse: Callable[[str], Any], language: str) -> Any:
+    """What a parser makes of the text in a file.
+
+    Args:
+        path: of the file.
+        parse: the text; it raises ValueError for what it cannot read.
+        language: the name of what it reads.
+
+    Raises:
+        ValueError: for a file that is not there or cannot be read; the message says which, and why.
+    """
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
+        return parse(path.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
         raise ValueError(f"There is no file {str(path)!r}.") from error
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise ValueError(f"Cannot read {str(path)!r} as JSON: {error}") from error
+    except RecursionError as error:
+        raise ValueError(f"Cannot read {str(path)!r} as {language}: it is nested too deep.") from error
+    except (OSError, ValueError, OverflowError) as error:
+        raise ValueError(f"Cannot read {str(path)!r} as {language}: {error}") from error

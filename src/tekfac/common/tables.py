@@ -1,8 +1,37 @@
-"""Tables as plain text, and numbers in words, for what is printed."""
+"""Tables as plain text and as CSV, and numbers in words."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import csv
+import io
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from tekfac.common.console import printable
+
+FORMULA = ("=", "+", "-", "@", "\t")
+"""With what a cell begins that a spreadsheet computes, or whose next letter it looks at."""
+
+
+def csv_of(rows: Iterable[Iterable[Any]]) -> str:
+    """Rows as CSV; a text that a spreadsheet would take for a formula gets an apostrophe before it.
+
+    What a terminal would not show, but do, is escaped.
+    """
+    text = io.StringIO()
+    csv.writer(text, lineterminator="\n").writerows([_harmless(cell) for cell in row] for row in rows)
+    return text.getvalue()
+
+
+def _harmless(cell: Any) -> Any:
+    if not isinstance(cell, str):
+        return cell
+    text = printable(cell)
+    try:
+        float(text)
+    except ValueError:
+        return f"'{text}" if text.startswith(FORMULA) else text
+    return text
 
 
 def aligned(rows: Sequence[Sequence[str]], right_from: int) -> list[str]:

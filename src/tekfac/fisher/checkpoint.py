@@ -92,7 +92,7 @@ class Checkpoint:
         seconds: between two writings.
 
     Raises:
-        ValueError: if the file is that of a survey with another signature.
+        ValueError: if the file is that of a survey with another signature, or not as it was written.
     """
 
     def __init__(self, path: str | Path, signature: Mapping[str, Any], seconds: float) -> None:
@@ -164,7 +164,9 @@ class Checkpoint:
 
     def _read(self) -> None:
         self._tensors, metadata = tensor_files.read(self._path, KIND)
-        theirs = metadata["signature"]
+        theirs = metadata.get("signature")
+        if not isinstance(theirs, dict):
+            raise ValueError(f"{self._path} does not say of which survey it is. Remove it to start anew.")
         different = [key for key in self._signature if theirs.get(key) != self._signature[key]]
         if different:
             changes = "; ".join(f"{key} was {theirs.get(key)}, is {self._signature[key]}" for key in different)
@@ -172,8 +174,13 @@ class Checkpoint:
                 f"{self._path} is of another survey: {changes}. Give another file, or remove this one to start "
                 "anew."
             )
-        for name, record in metadata["records"].items():
-            count = Count.from_plain(record["count"])
-            self._records[name] = Record(count, record["seen"], record["complete"])
-        self._likelihoods = metadata["likelihoods"]
-        self._sampling = {**metadata["sampling"], "state": self._tensors.pop("sampling", None)}
+        try:
+            for name, record in metadata["records"].items():
+                count = Count.from_plain(record["count"])
+                self._records[name] = Record(count, record["seen"], record["complete"])
+            self._likelihoods = metadata["likelihoods"]
+            self._sampling = {**metadata["sampling"], "state": self._tensors.pop("sampling", None)}
+        except (KeyError, TypeError, AttributeError) as error:
+            raise ValueError(
+                f"{self._path} is no whole survey: {type(error).__name__}, {error}. Remove it to start anew."
+            ) from error

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -12,6 +11,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from tekfac.common import files
+from tekfac.common.tables import csv_of
 from tekfac.curvature.blocks.block import Block
 from tekfac.fisher.approximation import Approximation
 from tekfac.layers.shapes import LayerShape
@@ -194,14 +194,7 @@ class Comparison:
 
 def write_csv(path: str | Path, rows: Sequence[Mapping[str, Any]]) -> None:
     """One line per row, after a line of names."""
-
-    def fill(unfinished: Path) -> None:
-        with unfinished.open("w", newline="", encoding="utf-8") as file:
-            writer = csv.DictWriter(file, fieldnames=list(rows[0]))
-            writer.writeheader()
-            writer.writerows(rows)
-
-    files.write_whole(Path(path), fill)
+    files.write_text(Path(path), csv_of([rows[0], *(row.values() for row in rows)]))
 
 
 def write_json(path: str | Path, plain: Any) -> None:

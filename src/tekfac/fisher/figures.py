@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from tekfac.common.extras import require
+from tekfac.common.files import write_whole
 from tekfac.curvature.blocks.block import Block
 from tekfac.fisher.approximation import Approximation
 from tekfac.fisher.comparison_table import Comparison, Interval
@@ -52,9 +53,15 @@ STYLE = {
 
 def save(figure: Figure, path: str | Path) -> None:
     """Write a figure twice, for the screen (PNG) and for print (PDF); `path` has no ending."""
-    with style():
-        figure.savefig(f"{path}.png", dpi=250)
-        figure.savefig(f"{path}.pdf", dpi=250)
+    for ending in ("png", "pdf"):
+        with style():
+            save_figure(figure, Path(f"{path}.{ending}"), dpi=250)
+
+
+def save_figure(figure: Figure, path: Path, **settings: Any) -> None:
+    """Write a figure in the format that its name ends with, whole or not at all."""
+    told = {"format": path.suffix.removeprefix("."), **settings}
+    write_whole(path, lambda unfinished: figure.savefig(unfinished, **told))
 
 
 def errors(comparison: Comparison) -> Figure:

@@ -40,14 +40,27 @@ def load(path: str | Path, device: str | torch.device = "cpu") -> BlockDiagonal[
 
     Raises:
         FileNotFoundError: if there is no such file.
-        ValueError: for a file of something else, or of a later version.
+        ValueError: for a file of something else, of a later version, or that is not as it was written.
     """
     tensors, metadata = tensor_files.read(path, KIND)
-    if metadata["version"] > VERSION:
+    version = metadata.get("version")
+    if not isinstance(version, int) or version > VERSION:
         raise ValueError(
-            f"{str(path)!r} has version {metadata['version']} of the format; this tekfac reads up to "
-            f"{VERSION}. Update tekfac."
+            f"{str(path)!r} has version {version} of the format; this tekfac reads up to {VERSION}. Update "
+            "tekfac."
         )
+    try:
+        return BlockDiagonal(_blocks(tensors, metadata, device), metadata["metadata"])
+    except Exception as error:  # what another program wrote can end in nearly any error
+        raise ValueError(
+            f"{str(path)!r} holds no whole blocks: {type(error).__name__}, {error} Make it anew."
+        ) from error
+
+
+def _blocks(
+    tensors: Mapping[str, Tensor], metadata: Mapping[str, Any], device: str | torch.device
+) -> list[Block]:
+    """The blocks of a file, in its order."""
     blocks = []
     for index, layer in enumerate(metadata["layers"]):
         tuples = {key: tuple(layer["shape"].get(key, ())) for key in ("weight", "parameter_names", "kernel")}
@@ -55,7 +68,7 @@ def load(path: str | Path, device: str | torch.device = "cpu") -> BlockDiagonal[
         prefix = f"{index}/{shape.name}/"
         parts = {k.removeprefix(prefix): t.to(device) for k, t in tensors.items() if k.startswith(prefix)}
         blocks.append(_from_parts(shape, layer, parts))
-    return BlockDiagonal(blocks, metadata["metadata"])
+    return blocks
 
 
 def _to_parts(block: Block) -> tuple[dict[str, Tensor], dict[str, Any]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-import math
+import sys
 import types
 import typing
 from collections.abc import Callable, Mapping, Sequence
@@ -27,6 +27,14 @@ OF_OPTIMIZER = ("optimizer", "lr", "momentum", "weight_decay")
 """Settings of the optimizer that all of them share; the others are its options."""
 
 
+MOST_THREADS = 1024
+"""More than any one machine has use for; some tens of thousands would end the process."""
+
+LARGEST_IMAGE = 4096
+"""Edge to which images may be brought, in pixels."""
+
+LARGEST = sys.float_info.max
+
 RULES: tuple[tuple[tuple[str, ...], Callable[[Any], bool], str], ...] = (
     (("epochs", "batch_size", "decay_every"), lambda n: n >= 1, "a whole number, at least 1"),
     (
@@ -34,11 +42,17 @@ RULES: tuple[tuple[tuple[str, ...], Callable[[Any], bool], str], ...] = (
         lambda n: n is None or n >= 1,
         "a whole number, at least 1, or nothing",
     ),
+    (
+        ("threads", "workers"),
+        lambda n: n is None or n <= MOST_THREADS,
+        f"at most {MOST_THREADS}: no more than the machine has cores",
+    ),
+    (("image_size",), lambda n: n is None or n <= LARGEST_IMAGE, f"at most {LARGEST_IMAGE}"),
     (("held_back", "workers", "weight_decay"), lambda n: n >= 0, "a number that is not negative"),
     (("held_back",), lambda n: n < 1 or isinstance(n, int), "a whole number, or a share below 1"),
-    (("weight_decay",), lambda n: n < math.inf, "a finite number"),
+    (("weight_decay",), lambda n: n <= LARGEST, "a finite number"),
     (("seed",), lambda n: 0 <= n < 2**63, "a whole number from 0 to 2^63 - 1"),
-    (("lr",), lambda n: 0 < n < math.inf, "a positive number"),
+    (("lr",), lambda n: 0 < n <= LARGEST, "a positive number"),
     (("momentum",), lambda n: n is None or 0 <= n < 1, "a number in [0, 1)"),
     (("decay_factor",), lambda n: 0 < n <= 1, "a number in (0, 1]"),
 )
@@ -127,14 +141,21 @@ class RunConfig:
         return {**vars(self), "model_options": dict(self.model_options), "options": dict(self.options)}
 
     @classmethod
-    def from_plain(cls, plain: Mapping[str, Any], origin: str = "The config") -> Self:
+    def from_plain(cls, plain: Mapping[str, Any], origin: str = "") -> Self:
         """The config with these values, the rest at their defaults.
+
+        Args:
+            plain: the values.
+            origin: the file that they come from, if they do.
 
         Raises:
             ValueError: for an unknown key, with the one that was probably meant, or an invalid value.
         """
-        require_keys(plain, [entry.name for entry in dataclasses.fields(cls)], origin)
-        return cls(**plain)
+        require_keys(plain, [entry.name for entry in dataclasses.fields(cls)], origin or "The config")
+        try:
+            return cls(**plain)
+        except ValueError as error:
+            raise ValueError(f"{origin}: {error}" if origin else str(error)) from error
 
     def fingerprint(self) -> str:
         """A short name for what is computed; neither the config's name nor where it runs is part of it."""
@@ -160,9 +181,10 @@ def _as_in_a_file(name: str, values: Mapping[str, Any]) -> dict[str, Any]:
     """The values as they come back from a file: tuples as lists."""
     try:
         plain: dict[str, Any] = json.loads(json.dumps(dict(values), allow_nan=False))
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, RecursionError) as error:
         raise ValueError(
-            f"Invalid {name}: {values!r}. Expected numbers, texts, lists, true and false: what a file can hold."
+            f"Invalid {name}: {str(values)[:200]}. Expected numbers, texts, lists, true and false: what a "
+            "file can hold."
         ) from error
     return plain
 

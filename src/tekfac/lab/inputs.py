@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -10,10 +11,12 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from tekfac.common.files import write_whole
 from tekfac.lab.config import OF_DATA, RunConfig
 from tekfac.lab.data.batches import Batches
 from tekfac.lab.data.images import DataSet, Images, held_back
 from tekfac.lab.data.loading import load
+from tekfac.lab.sealed_files import save
 
 TEST_BATCH = 500
 SAMPLE_SEED = 4096
@@ -56,7 +59,7 @@ class SharedData:
             try:
                 data = read(config)
                 _ = data.digest  # is kept with the data
-                torch.save(data, path)
+                write_whole(path, partial(save, data))
             except (OSError, ValueError):
                 return None
             self._paths[key] = path

@@ -1,36 +1,62 @@
-"""The folder of a run: its config, its logs, its checkpoint, its result. Nothing else knows its files.
+"""The folder of a run: its config, its logs, its checkpoints, its result. Nothing else knows its files.
 
 run.json         config and provenance; enough to run it again
 epochs.jsonl     a line per epoch; epochs.csv has the same as a table
 curvature.jsonl  a line per layer and epoch, of natural-gradient methods
 messages.log     what the library had to say
 tensorboard/     TensorBoard's event files, if they were asked for
-checkpoint.pt    while it runs: all that the next step depends on
+checkpoint.pt    while it runs: all that the next step depends on; checkpoint.previous.pt is the one before
 model.pt         when it has ended: the weights
 result.json      when it has ended: how
+
+All but messages and tables carry checksums. Logs of a run that has to begin anew, for want of a checkpoint, are
+kept as epochs.earlier-1.jsonl and so on.
 """
 
 from __future__ import annotations
 
-import csv
-import io
-import json
 import logging
 import os
+import secrets
 import tomllib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from itertools import count
 from pathlib import Path
 from typing import Any, TypeVar
 
-import torch
-
-from tekfac.common.files import exclusive, read_json, settle_on_disk, write_json, write_text, write_whole
+from tekfac.common.files import (
+    append_text,
+    exclusive,
+    read_json,
+    read_parsed,
+    settle_on_disk,
+    write_json,
+    write_text,
+    write_whole,
+)
+from tekfac.common.tables import csv_of
+from tekfac.lab import sealed_files
+from tekfac.lab.checked_json import (
+    CHECKSUMS,
+    checked,
+    checked_line,
+    require_as_written,
+    unchecked,
+    values_of_line,
+)
+from tekfac.lab.checkpoints import Checkpoints
 from tekfac.lab.config import RunConfig
-from tekfac.lab.run_log import Epoch, LayerEpoch
+from tekfac.lab.messages import MessagesHandler
+from tekfac.lab.run_log import Epoch, LayerEpoch, Line
 
-FORMAT = 1
-RUN, RESULT, CHECKPOINT, MODEL = "run.json", "result.json", "checkpoint.pt", "model.pt"
+logger = logging.getLogger("tekfac")
+
+FORMAT = 2
+WITHOUT_CHECKSUMS = 1
+"""The format of earlier runs, which are read; their checkpoints have no checksum and are not gone on from."""
+
+RUN, RESULT, MODEL = "run.json", "result.json", "model.pt"
 EPOCHS, LAYERS = "epochs.jsonl", "curvature.jsonl"
 LOGS = (EPOCHS, LAYERS)
 RUNS = "runs"
@@ -44,6 +70,8 @@ class RunFolder:
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        self.checkpoints = Checkpoints(path)
+        self._number: str | None = None
 
     @classmethod
     def of(cls, folder: Path, config: RunConfig) -> RunFolder:
@@ -70,13 +98,14 @@ class RunFolder:
     @property
     def has_progress(self) -> bool:
         """Whether a run in it has got anywhere: to a checkpoint, the end of an epoch, or its own end."""
-        begun = (self.path / name for name in (CHECKPOINT, EPOCHS, RESULT))
-        return self.file.is_file() and any(path.is_file() for path in begun)
+        begun = (self.path / name for name in (EPOCHS, RESULT))
+        return self.file.is_file() and (bool(self.checkpoints.there) or any(map(Path.is_file, begun)))
 
     def begin(self, config: RunConfig, identity: Mapping[str, str], provenance: Mapping[str, Any]) -> None:
         """Write down what is going to be run."""
-        whole = {"format": FORMAT, "config": config.plain(), "identity": dict(identity)}
-        write_json(self.file, {**whole, "provenance": dict(provenance)})
+        self._number = secrets.token_hex(8)
+        whole = {"format": FORMAT, "id": self._number, "config": config.plain()}
+        write_json(self.file, checked({**whole, "identity": dict(identity), "provenance": dict(provenance)}))
 
     def config(self) -> RunConfig:
         """The config of the run in it."""
@@ -96,6 +125,12 @@ class RunFolder:
                 )
         return dict(config)
 
+    def number(self) -> str:
+        """What no other run has; empty for one of an earlier format, and where there is none yet."""
+        if self._number is None:  # read once, so that whatever is done to the file does not end a run
+            self._number = str(self._saved().get("id", "")) if self.file.is_file() else ""
+        return self._number
+
     def identity(self) -> dict[str, str]:
         """What the run in it was computed from (see provenance.py)."""
         return dict(self._saved().get("identity", {}))
@@ -108,24 +143,26 @@ class RunFolder:
         """The content of run.json.
 
         Raises:
-            ValueError: if there is none, or it is of another format.
+            ValueError: if there is none, it is of another format, or not as it was written.
         """
         if not self.file.is_file():
             raise ValueError(f"{str(self.path)!r} holds no run: there is no {RUN} in it.")
         saved = read_json(self.file)
         found = saved.get("format") if isinstance(saved, dict) else type(saved).__name__
-        if found != FORMAT or not isinstance(saved.get("config"), dict):
+        if found not in (FORMAT, WITHOUT_CHECKSUMS) or not isinstance(saved.get("config"), dict):
             raise ValueError(
                 f"{str(self.file)!r} has the format {found!r}, expected {FORMAT}, with a config. Did `tekfac "
                 "train` of this version write it?"
             )
-        return dict(saved)
+        if found == FORMAT or CHECKSUMS in saved:
+            require_as_written(saved, self.file)
+        return unchecked(saved)
 
     def result(self) -> dict[str, Any] | None:
         """How the run ended, if it has; its status is "finished" or "diverged".
 
         Raises:
-            ValueError: if it has another one.
+            ValueError: if it has another one, or is not as it was written.
         """
         path = self.path / RESULT
         if not path.is_file():
@@ -137,17 +174,16 @@ class RunFolder:
                 f"{str(path)!r} has the status {status!r}, expected 'finished' or 'diverged'. Remove the file "
                 "to have the run taken for unfinished."
             )
-        return dict(result)
+        if CHECKSUMS in result or "format" in result:
+            require_as_written(result, path)
+        return {key: value for key, value in unchecked(result).items() if key != "format"}
 
     def end(self, model: Mapping[str, Any], result: Mapping[str, Any]) -> None:
-        """Write the weights and how the run ended; the checkpoint has served its purpose then."""
-        write_whole(self.path / MODEL, lambda path: _write_tensors(dict(model), path))
-        write_json(self.path / RESULT, dict(result))
-        self.drop_checkpoint()
-
-    def drop_checkpoint(self) -> None:
-        """Remove the checkpoint of a run that has ended."""
-        (self.path / CHECKPOINT).unlink(missing_ok=True)
+        """Write the weights and how the run ended; the checkpoints have served their purpose then."""
+        write_whole(self.path / MODEL, lambda path: sealed_files.write(model, path))
+        self._settle_logs()
+        write_json(self.path / RESULT, checked({"format": FORMAT, **result}))
+        self.checkpoints.drop()
 
     # -- logs ------------------------------------------------------------------------------------------
 
@@ -156,11 +192,7 @@ class RunFolder:
         self._append(EPOCHS, [epoch.plain()])
         self._append(LAYERS, [layer.plain() for layer in layers])
         rows = [epoch.plain() for epoch in self.epochs()]
-        text = io.StringIO()
-        table = csv.DictWriter(text, fieldnames=list(rows[0]), lineterminator="\n")
-        table.writeheader()
-        table.writerows(rows)
-        write_text(self.path / "epochs.csv", text.getvalue())
+        write_text(self.path / "epochs.csv", csv_of([rows[0], *(row.values() for row in rows)]))
 
     def epochs(self) -> list[Epoch]:
         """The epochs so far."""
@@ -171,21 +203,17 @@ class RunFolder:
         return self._read(LAYERS, LayerEpoch.from_plain)
 
     def _append(self, log: str, rows: Iterable[Mapping[str, Any]]) -> None:
-        text = "".join(json.dumps(row, allow_nan=False) + "\n" for row in rows)
-        path = self.path / log
-        size = self._size(log)
-        try:
-            with path.open("a", encoding="utf-8") as file:
-                file.write(text)
-        except OSError as error:
-            if path.exists():
-                os.truncate(path, size)
-            raise OSError(
-                f"Cannot write {str(path)!r}: {error.strerror}. Free some room, then resume; nothing is lost."
-            ) from error
+        text = "".join(f"{checked_line(row)}\n" for row in rows)
+        advice = "Free some room, then resume: the run goes on from its last checkpoint."
+        append_text(self.path / log, text, advice)
 
-    def _read(self, log: str, make: Callable[[Mapping[str, Any]], T]) -> list[T]:
+    def _read(self, log: str, make: Callable[[Mapping[str, Any]], T], size: int | None = None) -> list[T]:
         """The lines of a log; a last one that was cut off in the middle, as by a kill, is left out.
+
+        Args:
+            log: its name.
+            make: makes something of a line's values.
+            size: how many of its bytes are read; None for all.
 
         Raises:
             ValueError: for a damaged line; the message names it.
@@ -193,15 +221,12 @@ class RunFolder:
         path = self.path / log
         if not path.exists():
             return []
-        *whole, last = path.read_bytes().split(b"\n")
+        *whole, last = path.read_bytes()[:size].split(b"\n")
         made = []
         for number, line in enumerate([*whole, last] if last else whole, start=1):
             try:
-                row = json.loads(line)
-                if not isinstance(row, Mapping):
-                    raise ValueError("not an object")
-                made.append(make(row))
-            except ValueError as error:
+                made.append(make(values_of_line(line)))
+            except (ValueError, OverflowError) as error:
                 if number > len(whole):
                     break
                 raise ValueError(
@@ -218,7 +243,7 @@ class RunFolder:
     def messages(self) -> Iterator[None]:
         """Let what the library logs meanwhile go to a file of the run."""
         logger = logging.getLogger("tekfac")
-        handler = logging.FileHandler(self.path / "messages.log", delay=True)
+        handler = MessagesHandler(self.path / "messages.log")
         handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
         propagated = logger.propagate
         logger.addHandler(handler)
@@ -232,40 +257,83 @@ class RunFolder:
 
     # -- checkpoints -----------------------------------------------------------------------------------
 
-    def save(self, state: Mapping[str, Any]) -> None:
-        """Write a checkpoint that remembers how long the logs were."""
-        sizes = {log: self._size(log) for log in LOGS}
-        for log in LOGS:
-            if sizes[log]:
-                settle_on_disk(self.path / log)
-        whole = {**state, "logs": sizes}
-        write_whole(self.path / CHECKPOINT, lambda path: _write_tensors(whole, path))
+    def save(self, config: RunConfig, state: Mapping[str, Any]) -> None:
+        """Write a checkpoint that remembers whose it is, and how long the logs were."""
+        self._settle_logs()
+        told = {
+            "format": FORMAT,
+            "run": self.number(),
+            "config": config.plain(),
+            "fingerprint": config.fingerprint(),
+            "logs": {log: self._size(log) for log in LOGS},
+        }
+        self.checkpoints.write({**state, **told})
 
-    def load(self) -> dict[str, Any] | None:
-        """The checkpoint, if there is one; the logs are cut back to where they were when it was written.
+    def load(self, config: RunConfig) -> dict[str, Any] | None:
+        """The newest checkpoint that is as it was written, if there is one; nothing in the folder is changed.
 
         Raises:
-            ValueError: for a checkpoint that cannot be read, or a log that has lost some of its lines.
+            ValueError: if all are damaged; for one of another run, config or format; for a log that is not what
+                it was.
         """
-        path = self.path / CHECKPOINT
-        state: dict[str, Any] | None = None
-        if path.is_file():
-            try:
-                state = torch.load(path, map_location="cpu", weights_only=True)
-            except Exception as error:
-                raise ValueError(
-                    f"Cannot read checkpoint {str(path)!r} ({type(error).__name__}). Remove it to begin anew."
-                ) from error
-        sizes = dict.fromkeys(LOGS, 0) if state is None else state["logs"]
+
+        def require(path: Path, state: Mapping[str, Any]) -> None:
+            self._require_own(path, state, config)
+            self._require_logs(path, state)
+
+        return self.checkpoints.read(require)
+
+    def go_on_from(self, state: Mapping[str, Any] | None) -> None:
+        """Cut the logs back to where they were when a checkpoint was written; without one, put them aside."""
+        self.checkpoints.put_damaged_aside()
         for log in LOGS:
-            if self._size(log) < sizes[log]:
+            path = self.path / log
+            if state is not None and path.exists():
+                os.truncate(path, state["logs"][log])
+            elif path.exists():
+                names = (path.with_suffix(f".earlier-{number}{path.suffix}") for number in count(1))
+                kept = next(name for name in names if not name.exists())
+                path.replace(kept)
+                logger.warning("There is no checkpoint: the run begins anew, %s is kept as %s.", log, kept.name)
+
+    def _require_own(self, path: Path, state: Mapping[str, Any], config: RunConfig) -> None:
+        """Raise ValueError for a checkpoint that is not of this run, as it is to be gone on with."""
+        if state.get("format") != FORMAT or not isinstance(state.get("config"), dict):
+            raise ValueError(
+                f"{str(path)!r} has the format {state.get('format')!r}, expected {FORMAT}. Go on with the "
+                "tekfac that wrote it, or remove it to begin anew."
+            )
+        if state.get("fingerprint") != config.fingerprint():
+            differences = RunConfig.from_plain(state["config"], str(path)).differences(config)
+            raise ValueError(
+                f"{str(path)!r} is of a run with another config ({'; '.join(differences) or 'unknown'}). Go on "
+                "with its own, or choose another folder."
+            )
+        if state.get("run") != self.number():
+            raise ValueError(
+                f"{str(path)!r} is of another run than the {RUN} beside it. Put back the checkpoint that was "
+                "there, or remove this one to begin anew."
+            )
+
+    def _require_logs(self, path: Path, state: Mapping[str, Any]) -> None:
+        """Raise ValueError for logs that have lost, since a checkpoint was written, what they had then."""
+        sizes = state.get("logs")
+        if not isinstance(sizes, dict) or not all(isinstance(sizes.get(log), int) for log in LOGS):
+            raise ValueError(f"{str(path)!r} does not tell how long the logs were. Remove it to begin anew.")
+        lines: tuple[type[Line], ...] = (Epoch, LayerEpoch)
+        for log, line in zip(LOGS, lines, strict=True):
+            if not 0 <= sizes[log] <= self._size(log):
                 raise ValueError(
                     f"{str(self.path / log)!r} is shorter than when {path.name} was written, so that the run "
                     f"cannot go on. Remove {path.name} to begin anew."
                 )
-            if (self.path / log).exists():
-                os.truncate(self.path / log, sizes[log])
-        return state
+            self._read(log, line.from_plain, sizes[log])
+
+    def _settle_logs(self) -> None:
+        """Wait until the logs would outlive a loss of power."""
+        for log in LOGS:
+            if self._size(log):
+                settle_on_disk(self.path / log)
 
     @contextmanager
     def locked(self, waiting: Callable[[], bool] = lambda: False) -> Iterator[None]:
@@ -292,15 +360,12 @@ def read_plain(path: Path) -> dict[str, Any]:
     if path.is_dir():
         path = RunFolder(path).file
     if path.suffix == ".toml":
-        try:
-            plain: Any = _with_none(tomllib.loads(path.read_text(encoding="utf-8")))
-        except FileNotFoundError as error:
-            raise ValueError(f"There is no file {str(path)!r}.") from error
-        except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-            raise ValueError(f"Cannot read {str(path)!r} as TOML: {error}") from error
+        plain = read_parsed(path, lambda text: _with_none(tomllib.loads(text)), "TOML")
     else:
         plain = read_json(path)
     if isinstance(plain, dict) and isinstance(plain.get("config"), dict):
+        if CHECKSUMS in plain or plain.get("format") == FORMAT:
+            require_as_written(plain, path)
         plain = plain["config"]
     if not isinstance(plain, dict):
         raise ValueError(f"{str(path)!r} holds a {type(plain).__name__}. Expected keys and values of a config.")
@@ -314,8 +379,3 @@ def _with_none(value: Any) -> Any:
     if isinstance(value, list):
         return [_with_none(own) for own in value]
     return None if value == "None" else value
-
-
-def _write_tensors(values: Mapping[str, Any], path: Path) -> None:
-    with path.open("wb") as file:  # given a file, torch.save passes on what the system says
-        torch.save(values, file)

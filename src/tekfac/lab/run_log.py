@@ -31,14 +31,18 @@ class Line:
 
     @classmethod
     def from_plain(cls, line: Mapping[str, Any]) -> Self:
-        """What was written, read; raises ValueError for a line that is not whole."""
+        """What was written, read; raises ValueError for a line that lacks something, or has something else."""
         read: dict[str, Callable[[str], Any]] = {
             "int": lambda name: int(_number(line, name)),
             "float": lambda name: _number(line, name),
             "str": lambda name: str(line.get(name)),
             "Mapping[str, float]": lambda _: {part: _number(line, part) for part in PARTS},
         }
-        return cls(**{field.name: read[str(field.type)](field.name) for field in fields(cls)})
+        made = cls(**{field.name: read[str(field.type)](field.name) for field in fields(cls)})
+        strange = line.keys() - made.plain().keys()
+        if strange:
+            raise ValueError(f"unknown {', '.join(map(repr, sorted(strange)))}")
+        return made
 
 
 @dataclass(frozen=True)

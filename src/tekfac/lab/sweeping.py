@@ -95,15 +95,21 @@ def read_trials(folder: Path) -> list[Trial]:
     path = folder / "trials.json"
     if not path.is_file():
         raise ValueError(f"{str(folder)!r} holds no finished sweep: there is no trials.json in it.")
-    return [
-        Trial(
-            entry["point"],
-            entry["accuracy"],
-            tuple(folder / RUNS / name for name in entry["runs"]),
-            entry["diverged"],
-        )
-        for entry in read_json(path)
-    ]
+    try:
+        return [
+            Trial(
+                entry["point"],
+                entry["accuracy"],
+                tuple(folder / RUNS / name for name in entry["runs"]),
+                entry["diverged"],
+            )
+            for entry in read_json(path)
+        ]
+    except (KeyError, TypeError) as error:
+        raise ValueError(
+            f"{str(path)!r} is damaged ({type(error).__name__}: {error}). The command of the sweep writes it "
+            "anew."
+        ) from error
 
 
 def read_base(folder: Path) -> RunConfig:

@@ -118,7 +118,7 @@ def train(
                 _require_same_source(run, source)
                 ended = run.result()
                 if ended is not None:
-                    run.drop_checkpoint()
+                    run.checkpoints.drop()
                 return known, ended
 
             config, ended = crew.of_first(begin)
@@ -364,13 +364,19 @@ class _Training:
             "seconds": self.clock.seconds,
             "generators": self.crew.random_states(),
         }
-        self.crew.of_first(lambda: self.folder.save(state))
+        self.crew.of_first(lambda: self.folder.save(self.config, state))
         self.saved = time.monotonic()
 
     def _restore(self) -> None:
-        state = self.crew.of_first(self.folder.load)
+        """Go on from the checkpoint in the folder, if there is one; only then is anything there changed."""
+        state = self.crew.of_first(lambda: self.folder.load(self.config))
         if state is not None:
-            self.crew.require_as_many(len(state["generators"]), str(self.folder.path))
+            self.crew.require_as_many(len(state.get("generators", ())), str(self.folder.path))
+            self._take_up(state)
+        self.crew.of_first(lambda: self.folder.go_on_from(state))
+
+    def _take_up(self, state: Mapping[str, Any]) -> None:
+        try:
             self.model.load_state_dict(state["model"])
             self.optimizer.load_state_dict(state["optimizer"])
             self.epoch, self.batch = state["epoch"], state["batch"]
@@ -378,7 +384,14 @@ class _Training:
                 self.sums.add_state(state["sums"])
             self.accuracies = state["accuracies"]
             self.clock.seconds = state["seconds"]
+            if not (0 <= self.epoch <= self.config.epochs and 0 <= self.batch <= self.steps_per_epoch):
+                raise ValueError(f"it is of epoch {self.epoch!r}, batch {self.batch!r}.")
             set_random_states(self.crew.own(state["generators"]), self.device)
+        except Exception as error:  # what another program wrote can end in nearly any error
+            raise ValueError(
+                f"A checkpoint in {str(self.folder.path)!r} does not fit its run: {error} Remove it to begin "
+                "anew."
+            ) from error
 
 
 def _require_same(run: RunFolder, config: RunConfig, resume: bool) -> RunConfig:

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from tekfac.common.files import write_json, write_text
+from tekfac.common.files import append_text, settle_on_disk, write_json, write_text
 from tekfac.lab.contest.running import Job, Outcome, run_all
 from tekfac.lab.provenance import provenance
 
@@ -64,7 +64,7 @@ class Ledger:
                 entry = json.loads(line)
                 ledger.runs[entry["job"]] = Outcome.of_plain(entry["outcome"])
                 by = entry["made by"]
-            except (ValueError, KeyError, TypeError) as error:
+            except (ValueError, KeyError, TypeError, RecursionError) as error:
                 raise ValueError(
                     f"Line {number} of {path} is no finished run. Remove the line to run it again, or give "
                     "another folder by --out."
@@ -80,8 +80,11 @@ class Ledger:
         """Keep a run."""
         key = _key(job)
         self.runs[key] = outcome
-        with self.path.open("a") as file:
-            file.write(json.dumps({"job": key, "made by": self.made_by, "outcome": outcome.plain()}) + "\n")
+        line = json.dumps({"job": key, "made by": self.made_by, "outcome": outcome.plain()})
+        append_text(
+            self.path, f"{line}\n", "Free some room; the same command goes on with the runs that are left."
+        )
+        settle_on_disk(self.path)
 
     def outcomes(self, jobs: Iterable[Job], processes: int, say: Callable[[str], None]) -> list[Outcome]:
         """Of all jobs; those that are not there yet are run."""

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from tekfac.common.files import make_folder
 from tekfac.damping import LevenbergMarquardt
-from tekfac.fisher.figures import COLOURS, empty
+from tekfac.fisher.figures import COLOURS, empty, save_figure
 from tekfac.lab.contest import rates
 from tekfac.lab.contest.ledger import Ledger, origin_of, written
 from tekfac.lab.contest.running import Entry, Job
@@ -55,7 +55,7 @@ def train_on_all(
     make_folder(out)
     ledger = Ledger.at(out / "whole-data.jsonl", origin)
     found = {name: _standing(name, seeds, ledger, processes, say) for name in WHOLE}
-    figure(found).savefig(out / "whole-data.png")
+    save_figure(figure(found), out / "whole-data.png")
     plain = {name: standing.plain() for name, standing in found.items()}
     return written(out / "whole-data", page(found), origin, {"tasks": plain})
 

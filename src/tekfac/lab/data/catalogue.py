@@ -117,7 +117,9 @@ CIFAR10 = Known(
                 File("test_batch", "test", 10_000, 31_035_526, "40351d587109b95175f43aff81a1287e"),
                 File("batches.meta", "classes", md5="5ff9c542aee3614f3951f8cda6e48888"),
             ),
-            archive=File("cifar-10-python.tar.gz", "other", md5="c58f30108f718f92721af3b95e74349a"),
+            archive=File(
+                "cifar-10-python.tar.gz", "other", size=170_498_071, md5="c58f30108f718f92721af3b95e74349a"
+            ),
         ),
         Layout(
             "binary",
@@ -127,7 +129,9 @@ CIFAR10 = Known(
                 File("test_batch.bin", "test", 10_000, 30_730_000),
                 File("batches.meta.txt", "classes"),
             ),
-            archive=File("cifar-10-binary.tar.gz", "other", md5="c32a1d4ab5d03f1284b67883e8d87530"),
+            archive=File(
+                "cifar-10-binary.tar.gz", "other", size=170_052_171, md5="c32a1d4ab5d03f1284b67883e8d87530"
+            ),
         ),
     ),
 )
@@ -149,7 +153,9 @@ CIFAR100 = Known(
                 File("test", "test", 10_000, 31_050_000, "f0ef6b0ae62326f3e7ffdfab6717acfc"),
                 File("meta", "classes", md5="7973b15100ade9c7d40fb424638fde48"),
             ),
-            archive=File("cifar-100-python.tar.gz", "other", md5="eb9058c3a382ffc7106e4002c42a8d85"),
+            archive=File(
+                "cifar-100-python.tar.gz", "other", size=169_001_437, md5="eb9058c3a382ffc7106e4002c42a8d85"
+            ),
         ),
         Layout(
             "binary",
@@ -160,7 +166,9 @@ CIFAR100 = Known(
                 File("fine_label_names.txt", "classes"),
                 File("coarse_label_names.txt", "other"),
             ),
-            archive=File("cifar-100-binary.tar.gz", "other", md5="03b5dce01913d631647c71ecec9e9cb8"),
+            archive=File(
+                "cifar-100-binary.tar.gz", "other", size=168_513_733, md5="03b5dce01913d631647c71ecec9e9cb8"
+            ),
         ),
     ),
 )

@@ -91,7 +91,9 @@ def download(server: str, file: File, folder: Path, *, quiet: bool = False) -> P
                 f"md5:{file.md5}",
                 fname=file.name,
                 path=folder,
-                downloader=pooch.HTTPDownloader(progressbar=bar, chunk_size=PIECE, timeout=TIMEOUT),
+                downloader=_Bounded(
+                    pooch.HTTPDownloader(progressbar=bar, chunk_size=PIECE, timeout=TIMEOUT), file.largest
+                ),
             )
         except OSError as error:
             raise OSError(
@@ -108,6 +110,32 @@ def download(server: str, file: File, folder: Path, *, quiet: bool = False) -> P
 def md5_of(path: Path) -> str:
     """The MD5 of a file, as the official pages give it: against accidents, not against forgery."""
     return str(require("pooch", "Checking data").file_hash(str(path), alg="md5"))
+
+
+class _Bounded:
+    """A downloader that hangs up on a server that sends more than so many bytes."""
+
+    def __init__(self, downloader: Any, most: int) -> None:
+        self._downloader, self._most = downloader, most
+
+    def __call__(self, address: str, path: str, pooch: Any) -> None:
+        """As pooch calls it."""
+        with Path(path).open("wb") as file:  # of pooch, which puts it in place
+            self._downloader(address, _AtMost(file, self._most), pooch)
+
+
+class _AtMost:
+    """A file of at most so many bytes."""
+
+    def __init__(self, file: Any, most: int) -> None:
+        self._file, self._most = file, most
+        self.flush = file.flush
+
+    def write(self, piece: bytes) -> int:
+        """Write a piece, if there is room for it."""
+        if self._file.tell() + len(piece) > self._most:
+            raise ValueError(f"it goes on after {self._most:,} bytes, four times the official size.")
+        return int(self._file.write(piece))
 
 
 class _Bar:

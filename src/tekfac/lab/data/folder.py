@@ -17,6 +17,8 @@ from tekfac.lab.data.images import DataSet, Images
 ENDINGS = frozenset((".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".ppm", ".pgm", ".tif", ".tiff"))
 FORMATS = ("PNG", "JPEG", "BMP", "GIF", "WEBP", "PPM", "TIFF")
 """What such files may be inside: others, of which PostScript is one, would be handed on to other programs."""
+MOST_PIXELS = 1 << 25
+"""Of an image: more than a camera's; a small file can hold any number of equal ones."""
 GREY = frozenset(("1", "L", "LA"))
 COLOURED = frozenset(("P", "PA", "RGB", "RGBA", "RGBX", "RGBa", "CMYK", "YCbCr", "HSV", "LAB"))
 TEST_EVERY = 5
@@ -147,6 +149,9 @@ def _opened(path: Path) -> Iterator[Any]:
     pillow = require("PIL.Image", "Reading images")
     try:
         with pillow.open(path, formats=FORMATS) as image:
+            width, height = image.size
+            if width * height > MOST_PIXELS:
+                raise ValueError(f"it has {width} x {height} pixels, more than {MOST_PIXELS:,}")
             yield image
     except Exception as error:  # a damaged image can end in nearly any error
         raise ValueError(f"Cannot read {str(path)!r} as an image: {error}. Remove or replace it.") from error

@@ -17,11 +17,13 @@ from typing import Any
 
 HEADER = 128
 COMPRESSED = 15
-MOST_BYTES = 1 << 29
-"""Of all arrays together; those of SVHN's largest file have half of that."""
+MOST_BYTES = 1 << 28
+"""Of all arrays together; those of SVHN's largest file have 225,631,560 at most."""
 
-MOST_NUMBERS = 1 << 28
-"""Of an array; the largest of SVHN's has 225,045,504."""
+MOST_TIMES, SLACK = 32, 1 << 20
+"""Arrays may be so much larger than their file, and so many bytes; photographs are not twice as large."""
+
+PIECE = 1 << 20
 
 MOST_MEMORY = 2 << 30
 MOST_SECONDS = 120
@@ -44,7 +46,9 @@ def wanted_arrays(path: str) -> dict[str, Any]:
     Raises:
         ValueError: if one is missing, too large, or not made of numbers.
     """
-    _require_whole(memoryview(Path(path).read_bytes()))
+    raw = memoryview(Path(path).read_bytes())
+    room = min(MOST_BYTES, MOST_TIMES * len(raw) + SLACK)
+    _require_whole(raw, room)
     reader = import_module("scipy.io")
     found = {name: (shape, kind) for name, shape, kind in reader.whosmat(path, appendmat=False)}
     for name in WANTED:
@@ -55,25 +59,33 @@ def wanted_arrays(path: str) -> dict[str, Any]:
             raise ValueError(f"its {name} is of type {kind}, which is none of numbers")
         if not 2 <= len(shape) <= 4 or min(shape) < 0:
             raise ValueError(f"its {name} is of shape {list(shape)}; expected two to four lengths")
-        if math.prod(max(length, 1) for length in shape) > MOST_NUMBERS:
+        if math.prod(max(length, 1) for length in shape) * bytes_of(kind) > room:
             raise ValueError(f"its {name} of shape {list(shape)} is too large")
     arrays = reader.loadmat(path, appendmat=False, variable_names=WANTED)
     return {name: arrays[name] for name in WANTED}
 
 
-def _require_whole(raw: memoryview) -> None:
+def bytes_of(kind: str) -> int:
+    """Of a number of a type of MATLAB's."""
+    return {"single": 4, "double": 8}.get(kind) or int(kind.lstrip("uint")) // 8
+
+
+def _require_whole(raw: memoryview, room: int) -> None:
     """See that what is compressed is whole, which SciPy does not, and not larger than it may be."""
-    position, left = HEADER, MOST_BYTES
+    position, left = HEADER, room
     while position + 8 <= len(raw):
         kind, size = struct.unpack_from("<II", raw, position)
         position += 8
         if kind == COMPRESSED:
             stream = zlib.decompressobj()
-            left -= len(stream.decompress(raw[position : position + size], left + 1))
-            if left < 0:
-                raise ValueError(f"its arrays have more than {MOST_BYTES:,} bytes when unpacked")
-            if not stream.eof:
-                raise ValueError("a compressed array is cut off")
+            rest: bytes | memoryview = raw[position : position + size]
+            while not stream.eof:
+                piece = stream.decompress(rest, PIECE)
+                left, rest = left - len(piece), stream.unconsumed_tail
+                if left < 0:
+                    raise ValueError(f"its arrays have more than {room:,} bytes when unpacked")
+                if not piece and not rest and not stream.eof:
+                    raise ValueError("a compressed array is cut off")
         position += size
 
 

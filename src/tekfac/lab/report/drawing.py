@@ -180,9 +180,9 @@ def save(drawing: Drawing, folder: Path) -> list[str]:
     return list(names)
 
 
-def _write(figure: Figure, ending: str, to: Any, **settings: Any) -> None:
+def _write(figure: Figure, ending: str, unfinished: Any, **settings: Any) -> None:
     with style():
-        figure.savefig(to, format=ending, metadata=WITHOUT_DATE[ending], **settings)
+        figure.savefig(unfinished, format=ending, metadata=WITHOUT_DATE[ending], **settings)
 
 
 def _look(optimizer: str) -> tuple[str, str]:

@@ -189,11 +189,11 @@ def _groups(runs: Sequence[Run]) -> tuple[Group, ...]:
 
 def _once(runs: Iterable[Run]) -> tuple[tuple[Run, ...], tuple[Run, ...]]:
     """A run of every seed, by seed, and the others; those that have ended go before those that have not."""
-    ordered = sorted(runs, key=lambda run: (_ordered(run.seed), run.status == "unfinished", str(run.path)))
+    in_order = sorted(runs, key=lambda run: (ordered(run.seed), run.status == "unfinished", str(run.path)))
     first: dict[Any, Run] = {}
-    for run in ordered:
+    for run in in_order:
         first.setdefault(run.seed, run)
-    return tuple(first.values()), tuple(run for run in ordered if first[run.seed] is not run)
+    return tuple(first.values()), tuple(run for run in in_order if first[run.seed] is not run)
 
 
 def task_settings(run: Run) -> Settings:
@@ -259,10 +259,10 @@ def _key(settings: Settings) -> frozenset[tuple[str, Any]]:
 
 def _place(settings: Settings, names: Iterable[str]) -> list[tuple[int, float, str]]:
     """To sort by: the values under some names."""
-    return [_ordered(settings.get(name)) for name in names]
+    return [ordered(settings.get(name)) for name in names]
 
 
-def _ordered(value: Any) -> tuple[int, float, str]:
+def ordered(value: Any) -> tuple[int, float, str]:
     """To sort by: nothing, numbers, words."""
     if value is None:
         return (0, 0.0, "")

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import csv
-import io
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from tekfac.common.console import printable
 from tekfac.common.extras import require
+from tekfac.common.tables import csv_of
 
 if TYPE_CHECKING:
     from rich.table import Table as RichTable
@@ -75,7 +75,7 @@ def rendered(template: str, **values: Any) -> str:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    ways = {"markdown": markdown, "latex": latex, "slug": slug}
+    ways = {"markdown": markdown, "code": code, "prose": prose, "latex": latex, "slug": slug}
     environment.filters |= ways
     text: str = environment.get_template(template).render({**ways, **values})
     return text
@@ -83,9 +83,7 @@ def rendered(template: str, **values: Any) -> str:
 
 def to_csv(table: Table) -> str:
     """Header and rows alone."""
-    text = io.StringIO()
-    csv.writer(text, lineterminator="\n").writerows([table.header, *table.rows])
-    return text.getvalue()
+    return csv_of([table.header, *table.rows])
 
 
 def to_rich(table: Table) -> RichTable:
@@ -108,7 +106,7 @@ def to_rich(table: Table) -> RichTable:
 
 def latex(text: str) -> str:
     """Text as LaTeX shows it."""
-    return "".join(LATEX.get(letter, letter) for letter in " ".join(text.split()))
+    return "".join(LATEX.get(letter, letter) for letter in _line(text))
 
 
 def slug(text: str) -> str:
@@ -118,7 +116,24 @@ def slug(text: str) -> str:
 
 def markdown(text: str) -> str:
     """Text as Markdown shows it, letter by letter."""
-    return "".join(f"\\{letter}" if letter in MARKDOWN else letter for letter in " ".join(text.split()))
+    return "".join(f"\\{letter}" if letter in MARKDOWN else letter for letter in _line(text))
+
+
+def prose(text: str) -> str:
+    """Sentences of ours, which may have Markdown, with names from outside, which shall have no HTML."""
+    return _line(text).replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
+
+
+def code(text: str) -> str:
+    """Text as Markdown's code, whatever backticks are in it."""
+    line = _line(text)
+    fence = "`" * (1 + max(map(len, re.findall("`+", line)), default=0))
+    return f"{fence}{line}{fence}" if len(fence) == 1 else f"{fence} {line} {fence}"
+
+
+def _line(text: str) -> str:
+    """One line that a terminal shows letter by letter."""
+    return printable(" ".join(text.split()))
 
 
 def _in_two_lines(text: str) -> str:

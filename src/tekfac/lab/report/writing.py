@@ -18,7 +18,7 @@ from tekfac.common.extras import require
 from tekfac.common.files import write_text
 from tekfac.lab.report import figures, tables, words
 from tekfac.lab.report.drawing import Drawing, save, settle, svg_of
-from tekfac.lab.report.runs import Run, find_runs, flat, plain
+from tekfac.lab.report.runs import Run, find_runs, flat, ordered, plain
 from tekfac.lab.report.summary import TaskSummary, spread, summarise
 from tekfac.lab.report.sweep_figures import swept
 from tekfac.lab.report.table_formats import Table, rendered, slug, to_csv, to_rich
@@ -122,7 +122,9 @@ def _origins(runs: Sequence[Run]) -> dict[str, str]:
             if name not in OF_ONE_RUN and value:
                 found.setdefault(name, {})[plain(value)] = None
     facts = {name: ", ".join(values) for name, values in found.items()}
-    facts["seeds"] = ", ".join(dict.fromkeys(plain(run.seed) for run in sorted(runs, key=lambda run: run.seed)))
+    facts["seeds"] = ", ".join(
+        dict.fromkeys(plain(run.seed) for run in sorted(runs, key=lambda run: ordered(run.seed)))
+    )
     dates = sorted(str(run.provenance["date"]) for run in runs if "date" in run.provenance)
     if dates:
         facts["dates"] = dates[0] if dates[0] == dates[-1] else f"{dates[0]} to {dates[-1]}"
