@@ -22,7 +22,7 @@ from tekfac.fisher.collectors import Collectors
 logger = logging.getLogger("tekfac")
 
 KIND = "an unfinished survey"
-FORMAT = 2
+FORMAT = 3
 
 
 @dataclass(frozen=True)
@@ -105,7 +105,6 @@ class Checkpoint:
         self._written = time.monotonic()
         self._records: dict[str, Record] = {}
         self._tensors: dict[str, Tensor] = {}
-        self._sampling: dict[str, Any] | None = None
         self._likelihoods: str | None = None
         if self._path.exists():
             self._read()
@@ -124,8 +123,6 @@ class Checkpoint:
             for index, collector in enumerate(own):
                 if (name, index) in states:
                     collector.load(states[name, index])
-        if self._sampling is not None and not record.complete:
-            capture.sampling.load(self._sampling)
         if self._likelihoods is not None:
             capture.likelihoods.load(self._likelihoods)
         logger.info("%s: taken up after %d batch(es) from %s.", title, record.count.batches, self._path)
@@ -150,16 +147,13 @@ class Checkpoint:
             for index, collector in enumerate(own):
                 for part, tensor in collector.state().items():
                     self._tensors[json.dumps([title, name, index, part])] = tensor
-        saved = capture.sampling.state()
         metadata = {
             "kind": KIND,
             "signature": self._signature,
             "records": {name: asdict(record) for name, record in self._records.items()},
-            "sampling": {"seed": saved["seed"], "device": saved["device"]},
             "likelihoods": capture.likelihoods.state(),
         }
-        drawn = {} if saved["state"] is None else {"sampling": saved["state"]}
-        tensor_files.write(self._path, {**self._tensors, **drawn}, metadata)
+        tensor_files.write(self._path, self._tensors, metadata)
         self._written = time.monotonic()
 
     def _read(self) -> None:
@@ -176,4 +170,3 @@ class Checkpoint:
             count = Count.from_plain(record["count"])
             self._records[name] = Record(count, record["seen"], record["complete"])
         self._likelihoods = metadata["likelihoods"]
-        self._sampling = {**metadata["sampling"], "state": self._tensors.pop("sampling", None)}

@@ -120,6 +120,7 @@ class Survey:
     ) -> set[str]:
         """Hand what each layer saw of a batch to its collectors; the layers that saw something."""
         capture.clear()
+        capture.sampling.begin(index)
         try:
             self._send(capture, batch, index, mean)
             seen = capture.batches_by_source()
