@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-
 STRIDE = 0x9E3779B97F4A7C15
 """Between the seeds of two places in the data: odd, so that 2^32 of them in a row are different ones."""
 
