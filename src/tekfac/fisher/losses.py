@@ -76,6 +76,10 @@ class BatchLosses:
         self._likelihoods = likelihoods
         self._reported = False
 
+    def has_own_loss(self, batch: Any) -> bool:
+        """Whether a batch may have another loss than that of the likelihoods: the user's, or the model's."""
+        return self._options.loss is not None or isinstance(batch, Mapping)
+
     def of(self, batch: Any, capture: Capture) -> BatchLoss:
         """Send a batch through the model, which `capture` watches."""
         options = self._options
