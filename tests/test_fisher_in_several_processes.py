@@ -7,6 +7,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest import mock
 
 import pytest
 import torch
@@ -21,6 +22,8 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 from dense import assert_close, normal, seeded
 from processes import run_together
 from tekfac import fisher
+from tekfac.curvature.eigenbasis import Eigenbasis, decompose
+from tekfac.curvature.factors import KroneckerFactors
 from training import assert_identical
 
 SIZES = (4, 3, 5, 4, 2)
@@ -67,6 +70,12 @@ class Branches(nn.Module):
         return out + self.once(x.flatten(1)) if len(x) == 3 else out
 
 
+def by_hand(logits: Tensor, y: Tensor) -> Tensor:
+    """A cross entropy that its graph does not name."""
+    log_p = logits - logits.exp().sum(1, keepdim=True).log()
+    return -log_p[y >= 0].gather(1, y[y >= 0, None]).mean()
+
+
 class WithLoss(nn.Module):
     """A model that returns its loss, as transformers do."""
 
@@ -76,7 +85,7 @@ class WithLoss(nn.Module):
 
     def forward(self, x: Tensor, y: Tensor) -> dict[str, Tensor]:
         logits = self.layer(x.flatten(1))
-        return {"loss": F.cross_entropy(logits, y), "logits": logits}
+        return {"loss": by_hand(logits, y), "logits": logits}
 
 
 def network(kind: type[nn.Module] = Net) -> nn.Module:
@@ -99,7 +108,8 @@ def of_heads() -> list[Batch]:
 
 def hardly_labelled() -> list[Batch]:
     """All but the first batch have one label, which does not tell what the loss is."""
-    first, *others = batches()
+    (x, _), *others = batches()
+    first = x.repeat(5, 1, 1, 1) * torch.arange(1.0, 21.0).reshape(20, 1, 1, 1), torch.arange(20) % 3
     return [first, *((x, torch.where(torch.arange(len(y)) == 0, y, -100)) for x, y in others)]
 
 
@@ -107,8 +117,8 @@ def squared_error(model: nn.Module, batch: Batch) -> Tensor:
     return F.mse_loss(model(batch[0]), batch[1])
 
 
-def cross_entropy(model: nn.Module, batch: Batch) -> Tensor:
-    return F.cross_entropy(model(batch[0]), batch[1])
+def unnamed(model: nn.Module, batch: Batch) -> Tensor:
+    return by_hand(model(batch[0]), batch[1])
 
 
 def of_both(model: nn.Module, batch: Batch) -> Tensor:
@@ -136,7 +146,7 @@ CASES: dict[str, Case] = {
     "frequencies": Case({"max_dim": 5, "large_dims": "frequencies"}),
     "single precision": Case({"curvature_dtype": torch.float32}),
     "a regression": Case({"loss": squared_error, "fisher": "sampled"}, data=of_numbers),
-    "a loss that one batch tells": Case({"loss": cross_entropy}, data=hardly_labelled),
+    "a loss that one batch tells": Case({"loss": unnamed}, data=hardly_labelled),
     "the model's own loss": Case({}, WithLoss, lambda: [{"x": x, "y": y} for x, y in hardly_labelled()]),
     "several predictions": Case({"likelihood": {"box": "gaussian"}}, Heads, of_heads),
     "several predictions, sampled": Case(
@@ -315,9 +325,23 @@ def interrupted(rank: int, world: int, folder: Path) -> dict[str, Found]:
     case = Case({"fisher": "sampled", "checkpoint_seconds": 0})
     assert error_of(asked, case, Failing(data, 8), checkpoint=place)  # type: ignore[arg-type]
     place = folder / "begun by one" if not rank else folder / "nowhere" / "file"
-    found["begun by one"] = asked(case, checkpoint=place)
+    with mock.patch("tekfac.fisher.approximation.decompose", turned_round):
+        found["begun by one"] = asked(case, checkpoint=place)
     found["it was complete"] = asked(case, Failing(data, 10), checkpoint=place)  # type: ignore[arg-type]
     return found
+
+
+def turned_round(factors: KroneckerFactors) -> Eigenbasis:
+    """As another machine might decompose them: eigenvectors in another order."""
+    basis = decompose(factors)
+    return Eigenbasis(*(part.flip(-1) if part.ndim > 1 else part for part in basis))
+
+
+def decomposed() -> tuple[int, int]:
+    """How many bases are found here, and how many blocks there are."""
+    with mock.patch("tekfac.fisher.approximation.decompose", side_effect=decompose) as counting:
+        blocks = fisher.estimate(network(), batches())
+    return counting.call_count, len(blocks)
 
 
 def everything(rank: int, world: int, folder: Path) -> dict[str, Any]:
@@ -326,6 +350,7 @@ def everything(rank: int, world: int, folder: Path) -> dict[str, Any]:
         "parts": parts(rank, world),
         "interrupted": interrupted(rank, world, folder),
         "mixed up": mixed_up(rank, world, folder),
+        "decomposed": decomposed(),
     }
 
 
@@ -371,6 +396,13 @@ def same(found: Found, expected: Found) -> None:
 
 def in_all(results: Sequence[Mapping[str, Any]], where: str, name: str) -> list[Any]:
     return [result[where][name] for result in results]
+
+
+def test_every_basis_is_decomposed_by_one_process(results: list[dict[str, Any]]) -> None:
+    found, blocks = zip(*(result["decomposed"] for result in results), strict=True)
+    assert set(blocks) == {3}
+    assert sum(found) == 3
+    assert min(found) == (1 if len(results) == 2 else 0)
 
 
 def test_loaders_may_give_a_part_each(results: list[dict[str, Any]]) -> None:
@@ -428,7 +460,7 @@ def test_an_interrupted_estimate_is_taken_up_by_as_many_processes_or_others(
 
 
 def elsewhere(text: str) -> str:
-    return rf"OtherProcessError: 1 of \d processes could not go on\. Of rank \d: {text}"
+    return rf"OtherProcessError: 1 of \d processes could not go on: rank \d, {text}"
 
 
 OTHER_DATA = (

@@ -173,7 +173,7 @@ class Survey:
     ) -> None:
         """Hand what each layer saw of a batch to its collectors, if it is one that this process measures."""
         is_own = self._dealing.is_own(index)
-        if not is_own and (index or self._passes > 1 or not self._losses.has_own_loss(batch)):
+        if not is_own and (index or self._passes > 1 or not self._losses.may_tell(batch)):
             return
         capture.clear()
         capture.sampling.begin(self._dealing.place_of(index))

@@ -37,10 +37,10 @@ class _Telling:
     def gather(self, value: Any) -> list[Any]:
         """What every process has given, in their order."""
         words: list[_Word] = self._ranks.gather(_Word(None, value))
-        problems = [f"rank {rank}: {word.problem}" for rank, word in enumerate(words) if word.problem]
+        problems = [f"rank {rank}, {word.problem}" for rank, word in enumerate(words) if word.problem]
         if problems:
             raise OtherProcessError(
-                f"{len(problems)} of {self.count} processes could not go on. Of {'; of '.join(problems)}"
+                f"{len(problems)} of {self.count} processes could not go on: {'; '.join(problems)}"
             )
         return [word.value for word in words]
 
