@@ -305,6 +305,7 @@ def mixed_up(rank: int, world: int, folder: Path) -> dict[str, str]:
         "a sampler": estimate(DataLoader(samples, sampler=DistributedSampler(samples, world, rank))),
         "in shards": estimate(model=fully_shard(network(), mesh=mesh)),
         "no group": estimate(process_group="all"),
+        "a bar in one": estimate(progress=last),
         "and after all that": estimate(),
     }
 
@@ -493,6 +494,7 @@ ERRORS: dict[str, tuple[str, str]] = {
     "a sampler": ("ValueError: Got a loader with a DistributedSampler", "ValueError: Got a loader with a Dist"),
     "in shards": ("ValueError: tekfac.fisher got a model whose", "ValueError: tekfac.fisher got a model whose"),
     "no group": ("ValueError: Invalid process_group: 'all'", "ValueError: Invalid process_group: 'all'"),
+    "a bar in one": ("$", "$"),
     "and after all that": ("$", "$"),
 }
 

@@ -20,6 +20,7 @@ from tekfac.curvature.layer_curvature import require_finite
 from tekfac.curvature.rescaling import sum_of_squares
 from tekfac.layers.batch import CapturedBatch
 from tekfac.layers.rows import samples_within
+from tekfac.ranks.group import Ranks, added_by_name
 
 
 class Collector(ABC):
@@ -284,6 +285,29 @@ class ProbeProducts(Collector):
     def products(self, shares: Shares) -> Tensor:
         """F v for every probe, [G, P, d_out * d_in]."""
         return _mean(self._totals, shares)
+
+
+def add_up(collectors: Collectors, ranks: Ranks, device: torch.device, *, keep: bool) -> None:
+    """Put what the processes have summed up into the collectors of those that keep it; others begin anew."""
+    named = {
+        (name, place, part): tensor
+        for name, own in collectors.items()
+        for place, collector in enumerate(own)
+        for part, tensor in collector.sums().items()
+    }
+    found: dict[tuple[str, int], dict[str, Tensor]] = {}
+    for (name, place, part), tensor in added_by_name(named, ranks, device).items():
+        found.setdefault((name, place), {})[part] = tensor
+    for name, own in collectors.items():
+        for place, collector in enumerate(own):
+            collector.put(found.get((name, place), {}) if keep else {})
+
+
+def share_constants(collectors: Collectors, ranks: Ranks) -> None:
+    """Let all processes go on with the constants that the first one has."""
+    constants = [own for each in collectors.values() for one in each for own in one.constants().values()]
+    if constants:
+        ranks.share(constants, owner=0)
 
 
 def _mean(totals: Mapping[str, Tensor], shares: Shares) -> Tensor:

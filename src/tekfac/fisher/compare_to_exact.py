@@ -109,7 +109,7 @@ def compare(
                     truths[layer.name] = replace(truth, block=None)
                 del truth, candidates  # before the next block is formed
         how = {
-            **metadata_of(model, options),
+            **metadata_of(survey.model, options),
             **survey.count.plain(),
             "confidence": confidence,
             "probes": probes,

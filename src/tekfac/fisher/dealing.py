@@ -8,13 +8,18 @@ said are noticed at once. No sums are sent before all data were seen, or are to 
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+import torch
+from torch import Tensor, nn
 from torch.utils.data import DistributedSampler
 
 from tekfac.common.data_hash import DataHash
-from tekfac.fisher.options import ALL_DATA, LoaderGives
+from tekfac.fisher.options import ALL_DATA, LoaderGives, Options
+from tekfac.layers.layer import Layer
 from tekfac.ranks.group import Ranks
+from tekfac.ranks.replicas import values_of
 
 logger = logging.getLogger("tekfac")
 
@@ -74,6 +79,18 @@ class Dealing:
                 "often. Leave it out: then every process measures a share of them."
             )
         return Heard(own.read, ended, heard[0].is_due)
+
+
+def facts_of(model: nn.Module, layers: Mapping[str, Layer], options: Options) -> dict[str, Any]:
+    """What processes that measure together must have in common, by name."""
+    plain = (int, float, str, bool, type(None), torch.dtype)
+    chosen = {f"{name}=": own for name, own in vars(options).items() if isinstance(own, plain)}
+    chosen.pop("progress=")  # which the first may show alone
+    shapes = {f"layer {name!r}": own.shape.parameters for name, own in layers.items()}
+    state = {name: own for name, own in model.state_dict().items() if isinstance(own, Tensor)}
+    kinds = {f"the form of {name!r}": (list(own.shape), str(own.dtype)) for name, own in state.items()}
+    numbers = ((f"the values of {n!r}", own) for n, own in state.items() if own.is_floating_point())
+    return {**chosen, **shapes, **kinds, **values_of(numbers)}
 
 
 def require_sampler(loader: Any, ranks: Ranks, loader_gives: LoaderGives) -> None:

@@ -62,7 +62,7 @@ def estimate(
     with failing_together(ranks_of(model, options.process_group, apart=False)) as ranks:
         of_all = {**asked, "whether there is a checkpoint": checkpoint is not None}
         survey = Survey(model, loader, options, ranks, passes, of_all)
-        how = {**asked, **metadata_of(model, options)}
+        how = {**asked, **metadata_of(survey.model, options)}
         if checkpoint is not None:
             shapes = [layer.shape.parameters for layer in survey.layers.values()]
             sizes = {name: list(shape) for own in shapes for name, shape in own.items()}
@@ -122,7 +122,7 @@ def exact_blocks(
         survey = Survey(model, loader, options, ranks, asked={"limit": limit})
         return BlockDiagonal(
             _exact_blocks(survey, options, limit),
-            {"method": "exact", **metadata_of(model, options), **survey.count.plain()},
+            {"method": "exact", **metadata_of(survey.model, options), **survey.count.plain()},
         )
 
 

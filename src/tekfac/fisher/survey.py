@@ -24,8 +24,8 @@ from tekfac.common.console import track
 from tekfac.common.data_hash import DataHash, is_empty, map_tensors
 from tekfac.curvature.layer_curvature import NonFiniteStatisticsError
 from tekfac.fisher.checkpoint import Checkpoint, Count, Record
-from tekfac.fisher.collectors import Collectors
-from tekfac.fisher.dealing import Dealing, Heard, require_sampler
+from tekfac.fisher.collectors import Collectors, add_up, share_constants
+from tekfac.fisher.dealing import Dealing, Heard, facts_of, require_sampler
 from tekfac.fisher.known_likelihoods import KnownLikelihoods, UnclearLossError
 from tekfac.fisher.loaders import require_loader
 from tekfac.fisher.losses import BatchLoss, BatchLosses
@@ -36,8 +36,8 @@ from tekfac.layers.batch import CapturedBatch
 from tekfac.layers.inventory import AS_MEANT, take_inventory
 from tekfac.layers.layer import Layer
 from tekfac.layers.registry import supported_types
-from tekfac.ranks.group import Ranks, added_by_name
-from tekfac.ranks.replicas import require_same, values_of
+from tekfac.ranks.group import Ranks
+from tekfac.ranks.replicas import require_same
 from tekfac.ranks.shards import require_whole
 
 logger = logging.getLogger("tekfac")
@@ -47,6 +47,7 @@ class Survey:
     """A model, a data set, and the layers to look at.
 
     Attributes:
+        model: that is measured, without what several processes have around it.
         layers: the layers with a block, by name.
         gradients: the gradient of the mean loss of a pass that was asked for it, by layer name, as matrices
             [G, d_out, d_in]; empty where the data have no targets. Of several predictions, the sum of theirs.
@@ -77,22 +78,22 @@ class Survey:
         require_whole("tekfac.fisher", model)
         require_loader(loader, passes)
         require_sampler(loader, ranks, options.loader_gives)
-        # What wraps it waits for other processes in every pass, but they may have fewer batches.
-        self._model = model.module if isinstance(model, DistributedDataParallel) else model
+        # The wrapper waits for other processes in every forward pass, but they may have fewer batches.
+        self.model = model.module if isinstance(model, DistributedDataParallel) else model
         self._loader = loader
         self._options = options
         self._ranks = ranks
         self._dealing = Dealing(ranks, options.loader_gives)
         self._checkpoint: Checkpoint | None = None
         self._likelihoods = KnownLikelihoods(options)
-        self._losses = BatchLosses(self._model, options, self._likelihoods)
+        self._losses = BatchLosses(self.model, options, self._likelihoods)
         self._passes = 0
-        self.layers = _chosen_layers(self._model, options)
+        self.layers = _chosen_layers(self.model, options)
         self.gradients: dict[str, Tensor] = {}
         self.count = Count()
         self._seen: set[str] = set()
         if ranks.count > 1:
-            require_same(ranks, "tekfac.fisher", {**asked, **self._facts()})
+            require_same(ranks, "tekfac.fisher", {**asked, **facts_of(self.model, self.layers, options)})
 
     def keep_at(self, path: str | Path, signature: Mapping[str, Any], seconds: float) -> None:
         """Write passes to a file, and take them up from it; of several processes the first one does.
@@ -283,23 +284,13 @@ class Survey:
 
     @property
     def _device(self) -> torch.device:
-        return next(self._model.parameters()).device
+        return next(self.model.parameters()).device
 
     def _usable(self, tensor: Tensor) -> Tensor:
         """The tensor on the model's device, in a form that autograd takes."""
         return (tensor.clone() if tensor.is_inference() else tensor).to(self._device)
 
     # -- between processes, and runs ---------------------------------------------------------------------
-
-    def _facts(self) -> dict[str, Any]:
-        """What processes that measure together must have in common, by name."""
-        plain = (int, float, str, bool, type(None), torch.dtype)
-        options = {f"{name}=": own for name, own in vars(self._options).items() if isinstance(own, plain)}
-        layers = {f"layer {name!r}": own.shape.parameters for name, own in self.layers.items()}
-        state = {name: own for name, own in self._model.state_dict().items() if isinstance(own, Tensor)}
-        kinds = {f"the form of {name!r}": (list(own.shape), str(own.dtype)) for name, own in state.items()}
-        numbers = ((f"the values of {n!r}", own) for n, own in state.items() if own.is_floating_point())
-        return {**options, **layers, **kinds, **values_of(numbers)}
 
     def _take_up(self, title: str, collectors: Collectors, capture: Capture) -> Record:
         """How far an interrupted pass had come; what was summed up in it the first process has."""
@@ -310,14 +301,7 @@ class Survey:
         record, likelihoods = everywhere[0]
         self.count, self._seen = record.count, set(record.seen)
         if record.count.batches and self._ranks.count > 1:
-            every = [
-                constant
-                for own in collectors.values()
-                for each in own
-                for constant in each.constants().values()
-            ]
-            if every:
-                self._ranks.share(every, owner=0)
+            share_constants(collectors, self._ranks)
             capture.likelihoods.load(likelihoods)
             self.count = self._own_share_of(record.count)
         return record
@@ -337,19 +321,7 @@ class Survey:
             return
         counts, seen = zip(*ranks.gather((self.count, self._seen)), strict=True)
         count = Count.of_all(counts, same_data=self._options.loader_gives == ALL_DATA)
-        named = {
-            (name, place, part): tensor
-            for name, own in collectors.items()
-            for place, collector in enumerate(own)
-            for part, tensor in collector.sums().items()
-        }
-        sums: dict[tuple[str, int], dict[str, Tensor]] = {}
-        for (name, place, part), tensor in added_by_name(named, ranks, self._device).items():
-            sums.setdefault((name, place), {})[part] = tensor
-        keeps = for_all or ranks.index == 0
-        for name, own in collectors.items():
-            for place, collector in enumerate(own):
-                collector.put(sums.get((name, place), {}) if keeps else {})
+        add_up(collectors, ranks, self._device, keep=for_all or ranks.index == 0)
         self.count = count if for_all else self._own_share_of(count)
         self._seen = set().union(*seen)
 
@@ -364,14 +336,14 @@ class Survey:
     def _watching(self) -> Iterator[Capture]:
         """Hooks on, modes of all modules to eval; both undone at the end."""
         capture = Capture(
-            self._model,
+            self.model,
             self.layers.values(),
             self._options,
             likelihoods=self._likelihoods,
             only_training=False,
         )
-        modes = {module: module.training for module in self._model.modules()}
-        self._model.eval()
+        modes = {module: module.training for module in self.model.modules()}
+        self.model.eval()
         capture.arm()
         try:
             yield capture
