@@ -59,7 +59,7 @@ def test_every_python_block_about_the_settings_runs_by_itself() -> None:
         assert isinstance(names["optimizer"], TEKFAC)
 
 
-@pytest.mark.parametrize(("page", "count"), [("README.md", 2), ("docs/fisher.md", 8)])
+@pytest.mark.parametrize(("page", "count"), [("README.md", 2), ("docs/fisher.md", 9)])
 def test_the_python_blocks_of_a_page_run_one_after_the_other(page: str, count: int, tmp_path: Path) -> None:
     names = surroundings(folder=tmp_path)
     assert len(blocks(page)) == count

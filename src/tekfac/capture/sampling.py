@@ -8,13 +8,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
+STRIDE = 0x9E3779B97F4A7C15
+"""Between the seeds of two places in the data: odd, so that 2^32 of them in a row are different ones."""
+
 
 class Sampling:
     """A random generator on whatever device the outputs are; the global random state is never touched."""
 
     def __init__(self, seed: int, device: torch.device | None = None) -> None:
         """A generator that has drawn nothing yet; where no device is given, that of the first draw is it."""
-        self._seed = seed
+        self._first = self._seed = seed
         self._generator = None if device is None else torch.Generator(device=device).manual_seed(seed)
         self._before: Tensor | None = None
 
@@ -25,6 +28,14 @@ class Sampling:
         if self._before is None:
             self._before = self._generator.get_state()
         return self._generator
+
+    def begin(self, place: int) -> None:
+        """Draw from now on what belongs to a place in the data, whatever was drawn before.
+
+        Whoever comes to the place draws the same there; at the first one, 0, as if nothing had been drawn yet.
+        """
+        self._seed = (self._first + place * STRIDE) % 2**63
+        self._generator = self._before = None
 
     def keep(self) -> None:
         """What was drawn so far stays drawn."""
@@ -52,4 +63,5 @@ class Sampling:
         if saved["state"] is not None:
             generator = torch.Generator(device=saved["device"])
             generator.set_state(saved["state"].cpu())
-        self._seed, self._generator, self._before = saved["seed"], generator, None
+        self._first = self._seed = saved["seed"]
+        self._generator, self._before = generator, None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -58,6 +58,12 @@ class DataHash:
 
     content: int = 0
     sequence: int = 0
+
+    @classmethod
+    def of_parts(cls, parts: Sequence[DataHash]) -> DataHash:
+        """Of what was seen in several parts, each in its order."""
+        content = sum(part.content for part in parts) % WORD
+        return cls(content, _hash(*(str(part.sequence).encode() for part in parts)))
 
     def then(self, batch: Any) -> DataHash:
         """After one more batch."""

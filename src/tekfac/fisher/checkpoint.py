@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import reduce
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ import torch
 from torch import Tensor
 
 from tekfac.capture.capture import Capture
-from tekfac.capture.tally import Shares, Tally, shares_of
+from tekfac.capture.tally import Shares, Tally, merged, shares_of
 from tekfac.common.data_hash import DataHash
 from tekfac.fisher import tensor_files
 from tekfac.fisher.collectors import Collectors
@@ -22,7 +23,7 @@ from tekfac.fisher.collectors import Collectors
 logger = logging.getLogger("tekfac")
 
 KIND = "an unfinished survey"
-FORMAT = 2
+FORMAT = 3
 
 
 @dataclass(frozen=True)
@@ -48,6 +49,28 @@ class Count:
         """What the sums over samples are multiplied by."""
         return shares_of(self.tallies)
 
+    @classmethod
+    def of_all(cls, counts: Sequence[Count], *, same_data: bool) -> Count:
+        """What several processes have seen.
+
+        Args:
+            counts: of each.
+            same_data: whether all have read the same batches, and measured some of them.
+
+        Raises:
+            ValueError: if they have found different likelihoods.
+        """
+        batches, data = counts[0].batches, counts[0].data
+        if not same_data:
+            batches, data = sum(own.batches for own in counts), DataHash.of_parts([own.data for own in counts])
+        return cls(
+            batches,
+            sum(own.samples for own in counts),
+            data,
+            reduce(merged, [own.tallies for own in counts]),
+            reduce(_agreeing, [own.likelihoods for own in counts]),
+        )
+
     def plain(self) -> dict[str, Any]:
         """What is noted beside a result: of several predictions, by their names."""
         terms = {name: tally.terms for name, tally in self.tallies.items()}
@@ -61,6 +84,20 @@ class Count:
         """From what `dataclasses.asdict` has made of it."""
         tallies = {name: Tally(**tally) for name, tally in saved["tallies"].items()}
         return cls(**{**saved, "data": DataHash(**saved["data"]), "tallies": tallies})
+
+
+def _agreeing(first: Mapping[str, str], second: Mapping[str, str]) -> Mapping[str, str]:
+    """Likelihoods of both."""
+    for name in first.keys() & second.keys():
+        if first[name] != second[name]:
+            of, setting = f" of the prediction {name!r}" if name else "", "likelihood=..."
+            if name:
+                setting = f"likelihood={{{name!r}: ...}}"
+            raise ValueError(
+                f"The loss{of} told one process {first[name]} as its likelihood, and another one "
+                f"{second[name]}. Say which is meant: {setting}."
+            )
+    return {**first, **second}
 
 
 def _only(by_name: Mapping[str, Any]) -> Any:
@@ -105,7 +142,6 @@ class Checkpoint:
         self._written = time.monotonic()
         self._records: dict[str, Record] = {}
         self._tensors: dict[str, Tensor] = {}
-        self._sampling: dict[str, Any] | None = None
         self._likelihoods: str | None = None
         if self._path.exists():
             self._read()
@@ -124,18 +160,15 @@ class Checkpoint:
             for index, collector in enumerate(own):
                 if (name, index) in states:
                     collector.load(states[name, index])
-        if self._sampling is not None and not record.complete:
-            capture.sampling.load(self._sampling)
         if self._likelihoods is not None:
             capture.likelihoods.load(self._likelihoods)
         logger.info("%s: taken up after %d batch(es) from %s.", title, record.count.batches, self._path)
         return record
 
-    def note(self, title: str, record: Record, collectors: Collectors, capture: Capture) -> None:
-        """Note how far a pass has come; write the file at its end, or if it is time to."""
-        self._records[title] = record
-        if record.complete or time.monotonic() - self._written >= self._seconds:
-            self._write(title, collectors, capture)
+    @property
+    def is_due(self) -> bool:
+        """Whether it is time to write the file."""
+        return time.monotonic() - self._written >= self._seconds
 
     def require_same_data(self, record: Record, seen: DataHash) -> None:
         """Raise ValueError where what the loader gave is not what the pass had seen."""
@@ -145,21 +178,20 @@ class Checkpoint:
                 "was written. Use a loader that does not shuffle or augment, or remove the file to start anew."
             )
 
-    def _write(self, title: str, collectors: Collectors, capture: Capture) -> None:
+    def write(self, title: str, record: Record, collectors: Collectors, capture: Capture) -> None:
+        """Write how far a pass has come, and what was summed up in it."""
+        self._records[title] = record
         for name, own in collectors.items():
             for index, collector in enumerate(own):
                 for part, tensor in collector.state().items():
                     self._tensors[json.dumps([title, name, index, part])] = tensor
-        saved = capture.sampling.state()
         metadata = {
             "kind": KIND,
             "signature": self._signature,
             "records": {name: asdict(record) for name, record in self._records.items()},
-            "sampling": {"seed": saved["seed"], "device": saved["device"]},
             "likelihoods": capture.likelihoods.state(),
         }
-        drawn = {} if saved["state"] is None else {"sampling": saved["state"]}
-        tensor_files.write(self._path, {**self._tensors, **drawn}, metadata)
+        tensor_files.write(self._path, self._tensors, metadata)
         self._written = time.monotonic()
 
     def _read(self) -> None:
@@ -179,7 +211,6 @@ class Checkpoint:
                 count = Count.from_plain(record["count"])
                 self._records[name] = Record(count, record["seen"], record["complete"])
             self._likelihoods = metadata["likelihoods"]
-            self._sampling = {**metadata["sampling"], "state": self._tensors.pop("sampling", None)}
         except (KeyError, TypeError, AttributeError) as error:
             raise ValueError(
                 f"{self._path} is no whole survey: {type(error).__name__}, {error}. Remove it to start anew."

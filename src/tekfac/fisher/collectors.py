@@ -1,6 +1,7 @@
 """What is summed up over a data set for one layer. Sums of batches are added in float64.
 
-Of several predictions each has sums of its own: what they are divided by is known when all data were seen.
+Of several predictions each has sums of its own: what they are divided by is known when all data were seen. The
+sums of several processes, with a part of the data each, can be added, too.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from tekfac.curvature.layer_curvature import require_finite
 from tekfac.curvature.rescaling import sum_of_squares
 from tekfac.layers.batch import CapturedBatch
 from tekfac.layers.rows import samples_within
+from tekfac.ranks.group import Ranks, added_by_name
 
 
 class Collector(ABC):
@@ -28,13 +30,29 @@ class Collector(ABC):
     def add(self, source: str, batches: Sequence[CapturedBatch]) -> None:
         """Take in what the layer saw in one batch of the data, from one prediction."""
 
-    def state(self) -> dict[str, Tensor]:
-        """What was summed up so far; nothing, for what is not taken up again."""
+    @abstractmethod
+    def sums(self) -> dict[str, Tensor]:
+        """What was summed up so far, by names: what several processes have may be added."""
+
+    @abstractmethod
+    def put(self, sums: Mapping[str, Tensor]) -> None:
+        """Go on from such sums, or from none; their tensors are used up."""
+
+    def constants(self) -> dict[str, Tensor]:
+        """What the sums are taken with, by names, where that is tensors."""
         return {}
 
+    def state(self) -> dict[str, Tensor]:
+        """What there is to go on from after an interruption; nothing, where nothing was summed up."""
+        sums = self.sums()
+        return {**sums, **self.constants()} if sums else {}
+
     def load(self, state: Mapping[str, Tensor]) -> None:
-        """Go on from a state."""
-        raise NotImplementedError(f"{type(self).__name__} has no state.")
+        """Go on from a state, whose tensors stay as they are."""
+        constants = self.constants()
+        for name, constant in constants.items():
+            constant.copy_(state[name])
+        self.put({name: tensor.clone() for name, tensor in state.items() if name not in constants})
 
 
 Collectors = Mapping[str, Sequence[Collector]]
@@ -65,7 +83,7 @@ class FactorSums(Collector):
             first = first.plus(other)
         return self._rule.moments(first, 1)
 
-    def state(self) -> dict[str, Tensor]:
+    def sums(self) -> dict[str, Tensor]:
         """The sums so far."""
         return {
             f"{part} {source}": tensor
@@ -74,11 +92,15 @@ class FactorSums(Collector):
             if tensor is not None
         }
 
-    def load(self, state: Mapping[str, Tensor]) -> None:
+    def put(self, sums: Mapping[str, Tensor]) -> None:
         """Go on from there."""
+        by_source: dict[str, dict[str, Tensor]] = {}
+        for name, tensor in sums.items():
+            part, _, source = name.partition(" ")
+            by_source.setdefault(source, {})[part] = tensor
         self._totals = {
             source: MomentSums(own["input"], own["output"], own.get("input_count"))
-            for source, own in _by_source(state).items()
+            for source, own in by_source.items()
         }
 
 
@@ -104,18 +126,17 @@ class SquareSums(Collector):
         """Theta of the whole data set, [G, d_out, d_in]."""
         return _mean(self._totals, shares)
 
-    def state(self) -> dict[str, Tensor]:
-        """The sums, and the basis they are taken in."""
-        if not self._totals:
-            return {}
-        totals = {f"total {source}": own for source, own in self._totals.items()}
-        return {**totals, **{f"{part} ": own for part, own in self.basis._asdict().items()}}
+    def sums(self) -> dict[str, Tensor]:
+        """The sums so far."""
+        return {f"total {source}": own for source, own in self._totals.items()}
 
-    def load(self, state: Mapping[str, Tensor]) -> None:
-        """Go on from there, in the basis that was used there."""
-        by_source = _by_source(state)
-        self._totals = {source: own.pop("total") for source, own in by_source.items() if "total" in own}
-        self.basis = Eigenbasis(**by_source[""])
+    def put(self, sums: Mapping[str, Tensor]) -> None:
+        """Go on from there, in the same basis."""
+        self._totals = {name.removeprefix("total "): own for name, own in sums.items()}
+
+    def constants(self) -> dict[str, Tensor]:
+        """The basis."""
+        return {f"{part} ": own for part, own in self.basis._asdict().items()}
 
 
 class DenseSum(Collector):
@@ -134,6 +155,14 @@ class DenseSum(Collector):
                 self._totals[source] = zeros
             self._totals[source] += rows.mT @ rows
 
+    def sums(self) -> dict[str, Tensor]:
+        """The matrices so far, by prediction."""
+        return dict(self._totals)
+
+    def put(self, sums: Mapping[str, Tensor]) -> None:
+        """Go on from there."""
+        self._totals = dict(sums)
+
     def matrices(self, shares: Shares) -> Tensor:
         """F, [G, d_out * d_in, d_out * d_in]; the sums are used up."""
         assert self._totals, "nothing was added"
@@ -144,34 +173,84 @@ class DenseSum(Collector):
         return first
 
 
-class RowList(Collector):
-    """All gradients of all samples and columns: the rows J with F = J^T J / M."""
+class RowCount(Collector):
+    """How many rows J has, of every prediction that leads to the layer, in every process."""
 
-    def __init__(self, num_rows: int, memory_budget: int) -> None:
-        self._num_rows = num_rows
+    def __init__(self, index: int, processes: int) -> None:
+        self._index = index
+        self._processes = processes
+        self._counts: dict[str, Tensor] = {}
+
+    def add(self, source: str, batches: Sequence[CapturedBatch]) -> None:
+        """Take in one batch of the data: samples times columns."""
+        counts = self._counts.setdefault(source, torch.zeros(self._processes, dtype=torch.int64))
+        counts[self._index] += sum(batch.shape.samples * batch.shape.columns for batch in batches)
+
+    def sums(self) -> dict[str, Tensor]:
+        """The counts, by prediction, [processes]."""
+        return dict(self._counts)
+
+    def put(self, sums: Mapping[str, Tensor]) -> None:
+        """Go on from there."""
+        self._counts = dict(sums)
+
+    @property
+    def count(self) -> int:
+        """Of all of them."""
+        return sum(int(own.sum()) for own in self._counts.values())
+
+    @property
+    def sources(self) -> list[str]:
+        """The predictions, by name, in the order in which J has their rows."""
+        return sorted(self._counts)
+
+    def places(self) -> dict[str, tuple[slice, int]]:
+        """Of every prediction, which rows of J are its own, and the first of them that is of this process."""
+        found, start = {}, 0
+        for source in self.sources:
+            counts = self._counts[source].tolist()
+            found[source] = slice(start, start + sum(counts)), start + sum(counts[: self._index])
+            start += sum(counts)
+        return found
+
+
+class RowList(Collector):
+    """All gradients of all samples and columns: the rows J with F = J^T J / M.
+
+    Rows of other processes are zero until they are added.
+    """
+
+    def __init__(self, count: RowCount, memory_budget: int) -> None:
+        self._num_rows = count.count
+        self._parts = {source: part for source, (part, _) in count.places().items()}
+        self._next = {source: first for source, (_, first) in count.places().items()}
         self._memory_budget = memory_budget
-        self._filled = 0
-        self._parts: list[tuple[str, slice]] = []
         self._rows: Tensor | None = None
 
     def add(self, source: str, batches: Sequence[CapturedBatch]) -> None:
         """Take in one batch of the data."""
         for rows in gradient_rows(batches, self._memory_budget):
             if self._rows is None:
-                self._rows = rows.new_empty(rows.shape[0], self._num_rows, rows.shape[2])
-            part = slice(self._filled, self._filled + rows.shape[1])
-            self._rows[:, part] = rows
-            self._parts.append((source, part))
-            self._filled = part.stop
+                self._rows = rows.new_zeros(rows.shape[0], self._num_rows, rows.shape[2])
+            first = self._next[source]
+            self._next[source] += rows.shape[1]
+            self._rows[:, first : self._next[source]] = rows
+
+    def sums(self) -> dict[str, Tensor]:
+        """J, where this process has any of it."""
+        return {} if self._rows is None else {"rows": self._rows}
+
+    def put(self, sums: Mapping[str, Tensor]) -> None:
+        """Go on from there."""
+        self._rows = sums.get("rows")
 
     def rows(self, shares: Shares) -> tuple[Tensor, int]:
-        """J, [G, R, d_out * d_in], of which every prediction's rows are weighed by its share; M."""
+        """J, [G, R, d_out * d_in], with every prediction's rows weighed by its share; M. J is used up."""
         assert self._rows is not None, "nothing was added"
         num_terms = sum(share.terms for share in shares.values())
-        for source, part in self._parts:
+        for source, part in self._parts.items():
             weight, terms = shares[source]
             self._rows[:, part] *= math.sqrt(weight * num_terms / terms)
-        self._parts = []
         return self._rows, num_terms
 
 
@@ -195,27 +274,40 @@ class ProbeProducts(Collector):
             along = rows @ self.probes.mT  # [G, R, P]
             total += along.mT @ rows
 
+    def sums(self) -> dict[str, Tensor]:
+        """The products so far, by prediction."""
+        return dict(self._totals)
+
+    def put(self, sums: Mapping[str, Tensor]) -> None:
+        """Go on from there."""
+        self._totals = dict(sums)
+
     def products(self, shares: Shares) -> Tensor:
         """F v for every probe, [G, P, d_out * d_in]."""
         return _mean(self._totals, shares)
 
 
-class RowCount(Collector):
-    """How many rows J would have.
+def add_up(collectors: Collectors, ranks: Ranks, device: torch.device, *, keep: bool) -> None:
+    """Put what the processes have summed up into the collectors of those that keep it; others begin anew."""
+    named = {
+        (name, place, part): tensor
+        for name, own in collectors.items()
+        for place, collector in enumerate(own)
+        for part, tensor in collector.sums().items()
+    }
+    found: dict[tuple[str, int], dict[str, Tensor]] = {}
+    for (name, place, part), tensor in added_by_name(named, ranks, device).items():
+        found.setdefault((name, place), {})[part] = tensor
+    for name, own in collectors.items():
+        for place, collector in enumerate(own):
+            collector.put(found.get((name, place), {}) if keep else {})
 
-    Attributes:
-        count: samples times columns, of all predictions.
-        sources: the predictions that lead to the layer, by name.
-    """
 
-    def __init__(self) -> None:
-        self.count = 0
-        self.sources: set[str] = set()
-
-    def add(self, source: str, batches: Sequence[CapturedBatch]) -> None:
-        """Take in one batch of the data."""
-        self.count += sum(batch.shape.samples * batch.shape.columns for batch in batches)
-        self.sources.add(source)
+def share_constants(collectors: Collectors, ranks: Ranks) -> None:
+    """Let all processes go on with the constants that the first one has."""
+    constants = [own for each in collectors.values() for one in each for own in one.constants().values()]
+    if constants:
+        ranks.share(constants, owner=0)
 
 
 def _mean(totals: Mapping[str, Tensor], shares: Shares) -> Tensor:
@@ -224,15 +316,6 @@ def _mean(totals: Mapping[str, Tensor], shares: Shares) -> Tensor:
     means = (own * shares[name].weight / shares[name].terms for name, own in sorted(totals.items()))
     first, *others = means
     return sum(others, start=first)
-
-
-def _by_source(state: Mapping[str, Tensor]) -> dict[str, dict[str, Tensor]]:
-    """A state by prediction and part, as tensors that may be changed."""
-    found: dict[str, dict[str, Tensor]] = {}
-    for key, tensor in state.items():
-        part, _, source = key.partition(" ")
-        found.setdefault(source, {})[part] = tensor.clone()
-    return found
 
 
 def gradient_rows(batches: Sequence[CapturedBatch], memory_budget: int) -> Iterator[Tensor]:

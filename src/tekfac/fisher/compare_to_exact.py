@@ -22,12 +22,15 @@ from torch import Tensor, nn
 from tekfac import methods
 from tekfac.curvature.blocks.dense import DenseBlock
 from tekfac.fisher.approximation import Approximation
+from tekfac.fisher.bases import Wanted, bases_of
 from tekfac.fisher.collectors import Collector, FactorSums, RowCount, SquareSums
 from tekfac.fisher.comparison_table import Comparison, Interval, LayerTruth, Row
 from tekfac.fisher.exact_within_memory import Candidate, Job, jobs_of, packed
 from tekfac.fisher.metadata import metadata_of
 from tekfac.fisher.options import Keywords, Options, resolve
 from tekfac.fisher.survey import Survey
+from tekfac.ranks.failing_together import failing_together
+from tekfac.ranks.group import Ranks, ranks_of
 
 DEFAULT_PROBES = 64
 FEWEST_PROBES = 8
@@ -75,33 +78,47 @@ def compare(
     names = [approximations] if isinstance(approximations, str) else approximations
     chosen = [Approximation.named(name) for name in names]
     _check(chosen, damping, exact_memory, probes, confidence)
-    survey = Survey(model, loader, options, passes=2)
-    squares, counts = _bases(survey, options, {a.factor_choice: a for a in chosen})
-    todo = [
-        job
-        for name, count in counts.items()
-        for job in jobs_of(survey.layers[name], count, exact_memory, probes, options)
-    ]
-    rows: list[Row] = []
-    truths: dict[str, LayerTruth] = {}
-    for number, jobs in enumerate(packed(todo, exact_memory)):
-        _run(survey, number, jobs, squares)
-        shares = survey.count.shares
-        for job in jobs:
-            layer = job.layer
-            candidates = [Candidate.of(a, layer, squares[layer.name][a.factor_choice], shares) for a in chosen]
-            truth = job.finish(candidates, shares, confidence, spectra)
-            if truth is not None:
-                gradient = survey.gradients.get(layer.name)
-                rows += _rows(truth, candidates, gradient, damping, spectra)
-                truths[layer.name] = replace(truth, block=None)
-            del truth, candidates  # before the next block is formed
-    how = {**metadata_of(model, options), **survey.count.plain(), "confidence": confidence, "probes": probes}
-    return Comparison(tuple(chosen), tuple(rows), truths, how)
+    asked = {
+        "approximations": [a.label for a in chosen],
+        "damping": damping,
+        "exact_memory": exact_memory,
+        "probes": probes,
+        "confidence": confidence,
+        "spectra": spectra,
+    }
+    with failing_together(ranks_of(model, options.process_group, apart=False)) as ranks:
+        survey = Survey(model, loader, options, ranks, passes=2, asked=asked)
+        squares, counts = _bases(survey, options, {a.factor_choice: a for a in chosen}, ranks)
+        todo = [
+            job
+            for name, count in counts.items()
+            for job in jobs_of(survey.layers[name], count, exact_memory, probes, options)
+        ]
+        rows: list[Row] = []
+        truths: dict[str, LayerTruth] = {}
+        for number, jobs in enumerate(packed(todo, exact_memory)):
+            _run(survey, number, jobs, squares)
+            shares = survey.count.shares
+            for job in jobs:
+                layer, own_squares = job.layer, squares[job.layer.name]
+                candidates = [Candidate.of(a, layer, own_squares[a.factor_choice], shares) for a in chosen]
+                truth = job.finish(candidates, shares, confidence, spectra)
+                if truth is not None:
+                    gradient = survey.gradients.get(layer.name)
+                    rows += _rows(truth, candidates, gradient, damping, spectra)
+                    truths[layer.name] = replace(truth, block=None)
+                del truth, candidates  # before the next block is formed
+        how = {
+            **metadata_of(survey.model, options),
+            **survey.count.plain(),
+            "confidence": confidence,
+            "probes": probes,
+        }
+        return Comparison(tuple(chosen), tuple(rows), truths, how)
 
 
 def _bases(
-    survey: Survey, options: Options, first_of: Mapping[tuple[str, str], Approximation]
+    survey: Survey, options: Options, first_of: Mapping[tuple[str, str], Approximation], ranks: Ranks
 ) -> tuple[dict[str, SquaresByBasis], dict[str, RowCount]]:
     """The first pass: for each layer that was seen, empty sums in every basis, and how many rows J has."""
     sums = {
@@ -110,16 +127,17 @@ def _bases(
         }
         for name in survey.layers
     }
-    counts = {name: RowCount() for name in survey.layers}
+    counts = {name: RowCount(ranks.index, ranks.count) for name in survey.layers}
     seen = survey.run("factors", {n: [counts[n], *sums[n].values()] for n in sums}, gradient=True)
-    squares = {}
-    for name in seen:
-        layer, own = survey.layers[name], sums.pop(name)
-        bases = {
-            key: a.basis(name, own[key].moments(survey.count.shares), layer.dtype)
-            for key, a in first_of.items()
-        }
-        squares[name] = {key: SquareSums(basis, options.memory_budget) for key, basis in bases.items()}
+    shares = survey.count.shares
+    wanted = {
+        (name, key): Wanted(a, name, sums[name][key].moments(shares), survey.layers[name].dtype)
+        for name in seen
+        for key, a in first_of.items()
+    }
+    squares: dict[str, SquaresByBasis] = {name: {} for name in seen}
+    for (name, key), basis in bases_of(wanted, ranks).items():
+        squares[name][key] = SquareSums(basis, options.memory_budget)
     return squares, {name: counts[name] for name in seen}
 
 

@@ -15,11 +15,13 @@ from tekfac.curvature.blocks.dense import DenseBlock
 from tekfac.curvature.blocks.kronecker import KroneckerBlock
 from tekfac.curvature.eigenbasis import Eigenbasis
 from tekfac.fisher.approximation import Approximation
-from tekfac.fisher.checkpoint import Checkpoint
+from tekfac.fisher.bases import Wanted, bases_of
 from tekfac.fisher.collectors import DenseSum, FactorSums, SquareSums
 from tekfac.fisher.metadata import metadata_of
-from tekfac.fisher.options import Keywords, resolve
+from tekfac.fisher.options import Keywords, Options, resolve
 from tekfac.fisher.survey import Survey
+from tekfac.ranks.failing_together import failing_together
+from tekfac.ranks.group import Ranks, ranks_of
 
 logger = logging.getLogger("tekfac")
 
@@ -56,27 +58,35 @@ def estimate(
     options = resolve("estimate", keywords, ("method", "sharing", "checkpoint", "checkpoint_seconds"))
     approximation = Approximation.named(method, sharing)
     passes = 2 if approximation.corrected or checkpoint is not None else 1
-    survey = Survey(model, loader, options, passes)
-    how = {"method": approximation.method.name, "sharing": approximation.sharing, **metadata_of(model, options)}
-    if checkpoint is not None:
-        shapes = [layer.shape.parameters for layer in survey.layers.values()]
-        sizes = {name: list(shape) for own in shapes for name, shape in own.items()}
-        survey.checkpoint = Checkpoint(checkpoint, {**how, "parameters": sizes}, checkpoint_seconds)
-    bases = _bases(survey, approximation, options.memory_budget)
-    if approximation.corrected:
-        blocks = _corrected_blocks(survey, bases, options.memory_budget)
-    else:
-        blocks = [KroneckerBlock(survey.layers[name].shape, basis) for name, basis in bases.items()]
-    return BlockDiagonal(blocks, {**how, **survey.count.plain()})
+    asked = {"method": approximation.method.name, "sharing": approximation.sharing}
+    with failing_together(ranks_of(model, options.process_group, apart=False)) as ranks:
+        of_all = {**asked, "whether there is a checkpoint": checkpoint is not None}
+        survey = Survey(model, loader, options, ranks, passes, of_all)
+        how = {**asked, **metadata_of(survey.model, options)}
+        if checkpoint is not None:
+            shapes = [layer.shape.parameters for layer in survey.layers.values()]
+            sizes = {name: list(shape) for own in shapes for name, shape in own.items()}
+            survey.keep_at(checkpoint, {**how, "parameters": sizes}, checkpoint_seconds)
+        bases = _bases(survey, approximation, options.memory_budget, ranks)
+        if approximation.corrected:
+            blocks = _corrected_blocks(survey, bases, options.memory_budget)
+        else:
+            blocks = [KroneckerBlock(survey.layers[name].shape, basis) for name, basis in bases.items()]
+        return BlockDiagonal(blocks, {**how, **survey.count.plain()})
 
 
-def _bases(survey: Survey, approximation: Approximation, memory_budget: int) -> dict[str, Eigenbasis]:
+def _bases(
+    survey: Survey, approximation: Approximation, memory_budget: int, ranks: Ranks
+) -> dict[str, Eigenbasis]:
     """The first pass: the eigenbasis of every layer that was seen."""
     rule, sharing = approximation.method.factors, approximation.sharing
     sums = {name: [FactorSums(rule, sharing, memory_budget)] for name in survey.layers}
     seen = survey.run("factors", sums)
     moments = {name: sums[name][0].moments(survey.count.shares) for name in seen}
-    return {name: approximation.basis(name, own, survey.layers[name].dtype) for name, own in moments.items()}
+    wanted = {
+        name: Wanted(approximation, name, own, survey.layers[name].dtype) for name, own in moments.items()
+    }
+    return bases_of(wanted, ranks)
 
 
 def _corrected_blocks(
@@ -108,7 +118,16 @@ def exact_blocks(
         ValueError: if a layer that was asked for by name is too large, or all layers are.
     """
     options = resolve("exact_blocks", keywords, ("limit",))
-    survey = Survey(model, loader, options)
+    with failing_together(ranks_of(model, options.process_group, apart=False)) as ranks:
+        survey = Survey(model, loader, options, ranks, asked={"limit": limit})
+        return BlockDiagonal(
+            _exact_blocks(survey, options, limit),
+            {"method": "exact", **metadata_of(survey.model, options), **survey.count.plain()},
+        )
+
+
+def _exact_blocks(survey: Survey, options: Options, limit: int) -> list[DenseBlock]:
+    """Those that are not too large."""
     too_large = {n: layer.shape.size for n, layer in survey.layers.items() if layer.shape.size > limit}
     if too_large and (options.layers is not None or len(too_large) == len(survey.layers)):
         sizes = ", ".join(f"{name!r} has {size} rows" for name, size in too_large.items())
@@ -122,8 +141,7 @@ def exact_blocks(
     sums = {name: [DenseSum(options.memory_budget)] for name in survey.layers if name not in too_large}
     seen = survey.run("exact blocks", sums)
     shares = survey.count.shares
-    blocks = [
+    return [
         DenseBlock(survey.layers[name].shape, sums.pop(name)[0].matrices(shares).to(survey.layers[name].dtype))
         for name in seen
     ]
-    return BlockDiagonal(blocks, {"method": "exact", **metadata_of(model, options), **survey.count.plain()})

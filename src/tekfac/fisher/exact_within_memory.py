@@ -126,7 +126,7 @@ def jobs_of(layer: Layer, rows: RowCount, exact_memory: int, probes: int, option
     if min(dense, gram) <= exact_memory:
         if dense <= gram:
             return [Job(layer, "matrix", dense, lambda: DenseSum(budget))]
-        return [Job(layer, "Gram matrix", gram, lambda: RowList(num_rows, budget))]
+        return [Job(layer, "Gram matrix", gram, lambda: RowList(rows, budget))]
     one_probe = (3 + more) * 8 * groups * size
     at_a_time = max(1, max(exact_memory, budget) // one_probe)
     jobs: list[Job] = []

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from tekfac.capture.autograd import made_by
 from tekfac.capture.capture import Capture
-from tekfac.capture.likelihood_of_loss import LikelihoodsOfLosses, of_one_prediction
+from tekfac.capture.likelihood_of_loss import AUTO, LikelihoodsOfLosses, of_one_prediction
 from tekfac.fisher.options import Options
 from tekfac.fisher.targets import of_each_prediction
 from tekfac.likelihoods import LIKELIHOODS, OutputShapeError
@@ -75,6 +75,12 @@ class BatchLosses:
         self._options = options
         self._likelihoods = likelihoods
         self._reported = False
+
+    def may_tell(self, batch: Any) -> bool:
+        """Whether a likelihood may have to be found from the loss of a batch: the user's, or the model's."""
+        setting = self._options.likelihood
+        is_open = isinstance(setting, Mapping) or (isinstance(setting, str) and setting == AUTO)
+        return is_open and (self._options.loss is not None or isinstance(batch, Mapping))
 
     def of(self, batch: Any, capture: Capture) -> BatchLoss:
         """Send a batch through the model, which `capture` watches."""

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+import torch
 from torch import Tensor
 
 from tekfac.layers.layer import Layer
+from tekfac.ranks.group import Ranks, added_by_name
 
 Gradients = Mapping[Tensor, Tensor | None]
 """By parameter."""
@@ -37,6 +39,18 @@ class MeanGradient:
                 bias = None if layer.bias is None else gradients.get(layer.bias)
                 total = layer.to_matrix(of_weight, bias).double() * weight
                 sums[name] = total + sums.get(name, 0)
+
+    def add_up(self, ranks: Ranks, device: torch.device) -> None:
+        """Take in what the other processes have seen; all of them have to call this."""
+        named = {(part, name): own for part, sums in self._sums.items() for name, own in sums.items()}
+        everywhere = ranks.gather(self._terms)
+        self._terms = {
+            part: sum(own.get(part, 0) for own in everywhere)
+            for part in dict.fromkeys(part for own in everywhere for part in own)
+        }
+        self._sums = {part: {} for part in self._terms}
+        for (part, name), total in added_by_name(named, ranks, device).items():
+            self._sums[part][name] = total
 
     def matrices(self) -> dict[str, Tensor]:
         """The gradient of each layer that has one, as matrices [G, d_out, d_in]."""

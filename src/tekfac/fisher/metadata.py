@@ -18,7 +18,7 @@ from tekfac.fisher.options import Options
 from tekfac.likelihoods import LIKELIHOODS, Custom, Likelihood
 from tekfac.version import __version__
 
-WITHOUT_EFFECT = ("layers", "memory_budget", "progress")
+WITHOUT_EFFECT = ("layers", "memory_budget", "progress", "process_group", "loader_gives")
 """Options that a block does not depend on."""
 
 

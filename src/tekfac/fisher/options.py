@@ -4,15 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Any, Literal
 
 from torch import Tensor, nn
 
 from tekfac.capture.measurement import FisherKind, LikelihoodSetting, Measurement, MeasurementKeywords
-from tekfac.common.checks import require_keywords
+from tekfac.common.checks import require_choice, require_keywords
+from tekfac.ranks.group import AUTO, GroupSetting
 
 LossOfBatch = Callable[[nn.Module, Any], Tensor]
 """(model, batch) -> the training loss of the batch, a scalar."""
+
+
+ALL_DATA, OWN_PART = "all", "part"
+
+LoaderGives = Literal["all", "part"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,7 +34,11 @@ class Options(Measurement):
             `loss`, or the model's own), and "categorical" where there is none.
         loss: (model, batch) -> loss, for batches that are not (inputs, targets), inputs alone, or a dict of
             the model's keywords, and for losses that do not follow from the likelihood.
-        progress: whether to show a progress bar (needs rich).
+        progress: whether to show a progress bar (needs rich); of several processes the first one does.
+        process_group: the processes that measure together, a ProcessGroup of torch.distributed; "auto": that of
+            DistributedDataParallel, or else all processes; "alone": this one.
+        loader_gives: to each of several processes: "all" data, of which it measures its share of the batches,
+            or a "part" of its own.
 
     The others, `loss_reduction`, `batch_dim`, `outputs`, `padding_mask`, `max_dim`, `large_dims`,
     `curvature_dtype` and `memory_budget`, are those of the optimizers (docs/settings.md).
@@ -41,6 +51,8 @@ class Options(Measurement):
     layers: Iterable[str] | None = None
     loss: LossOfBatch | None = None
     progress: bool = False
+    process_group: GroupSetting = AUTO
+    loader_gives: LoaderGives = "all"
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -48,6 +60,7 @@ class Options(Measurement):
             raise ValueError("Invalid seed: None. Expected a whole number: blocks are measured reproducibly.")
         if isinstance(self.layers, str):
             object.__setattr__(self, "layers", [self.layers])
+        require_choice("loader_gives", self.loader_gives, (ALL_DATA, OWN_PART))
 
 
 class Keywords(MeasurementKeywords, total=False):
@@ -56,6 +69,8 @@ class Keywords(MeasurementKeywords, total=False):
     layers: Iterable[str] | None
     loss: LossOfBatch | None
     progress: bool
+    process_group: GroupSetting
+    loader_gives: LoaderGives
 
 
 def resolve(function: str, keywords: Mapping[str, Any], own: Sequence[str]) -> Options:

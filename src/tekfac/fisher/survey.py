@@ -8,11 +8,15 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 from tekfac.capture.capture import Capture
 from tekfac.capture.tally import Tally, merged
@@ -20,16 +24,21 @@ from tekfac.common.console import track
 from tekfac.common.data_hash import DataHash, is_empty, map_tensors
 from tekfac.curvature.layer_curvature import NonFiniteStatisticsError
 from tekfac.fisher.checkpoint import Checkpoint, Count, Record
-from tekfac.fisher.collectors import Collectors
+from tekfac.fisher.collectors import Collectors, add_up, share_constants
+from tekfac.fisher.dealing import Dealing, Heard, facts_of, require_sampler
 from tekfac.fisher.known_likelihoods import KnownLikelihoods, UnclearLossError
 from tekfac.fisher.loaders import require_loader
 from tekfac.fisher.losses import BatchLoss, BatchLosses
 from tekfac.fisher.mean_gradient import MeanGradient
 from tekfac.fisher.metadata import in_words
-from tekfac.fisher.options import Options
+from tekfac.fisher.options import ALL_DATA, OWN_PART, Options
+from tekfac.layers.batch import CapturedBatch
 from tekfac.layers.inventory import AS_MEANT, take_inventory
 from tekfac.layers.layer import Layer
 from tekfac.layers.registry import supported_types
+from tekfac.ranks.group import Ranks
+from tekfac.ranks.replicas import require_same
+from tekfac.ranks.shards import require_whole
 
 logger = logging.getLogger("tekfac")
 
@@ -38,27 +47,69 @@ class Survey:
     """A model, a data set, and the layers to look at.
 
     Attributes:
+        model: that is measured, without what several processes have around it.
         layers: the layers with a block, by name.
         gradients: the gradient of the mean loss of a pass that was asked for it, by layer name, as matrices
             [G, d_out, d_in]; empty where the data have no targets. Of several predictions, the sum of theirs.
         count: of the last pass.
-        checkpoint: where passes are written to and taken up from, if anywhere.
     """
 
-    def __init__(self, model: nn.Module, loader: Iterable[Any], options: Options, passes: int = 1) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        loader: Iterable[Any],
+        options: Options,
+        ranks: Ranks,
+        passes: int = 1,
+        asked: Mapping[str, Any] = MappingProxyType({}),
+    ) -> None:
+        """Look at the model.
+
+        Args:
+            model: to be measured.
+            loader: of the data.
+            options: of the measurement.
+            ranks: the processes that measure together.
+            passes: how often the data are read, at least.
+            asked: by name, what else these have to have in common.
+        """
         if not isinstance(model, nn.Module):
             raise TypeError(f"Expected a model (nn.Module), got {type(model).__name__}.")
+        require_whole("tekfac.fisher", model)
         require_loader(loader, passes)
-        self._model = model
+        require_sampler(loader, ranks, options.loader_gives)
+        # The wrapper waits for other processes in every forward pass, but they may have fewer batches.
+        self.model = model.module if isinstance(model, DistributedDataParallel) else model
         self._loader = loader
         self._options = options
-        self.checkpoint: Checkpoint | None = None
+        self._ranks = ranks
+        self._dealing = Dealing(ranks, options.loader_gives)
+        self._checkpoint: Checkpoint | None = None
         self._likelihoods = KnownLikelihoods(options)
-        self._losses = BatchLosses(model, options, self._likelihoods)
+        self._losses = BatchLosses(self.model, options, self._likelihoods)
         self._passes = 0
-        self.layers = _chosen_layers(model, options)
+        self.layers = _chosen_layers(self.model, options)
         self.gradients: dict[str, Tensor] = {}
         self.count = Count()
+        self._seen: set[str] = set()
+        if ranks.count > 1:
+            require_same(ranks, "tekfac.fisher", {**asked, **facts_of(self.model, self.layers, options)})
+
+    def keep_at(self, path: str | Path, signature: Mapping[str, Any], seconds: float) -> None:
+        """Write passes to a file, and take them up from it; of several processes the first one does.
+
+        Args:
+            path: of the file.
+            signature: what has to be the same, as plain values.
+            seconds: between two writings.
+        """
+        if self._ranks.count > 1 and self._options.loader_gives == OWN_PART:
+            raise ValueError(
+                "checkpoint= with loader_gives='part': what several processes have done of their parts cannot "
+                "be taken up again. Give every process all of the data (loader_gives='all'), or no checkpoint."
+            )
+        if self._ranks.index == 0:
+            self._checkpoint = Checkpoint(path, signature, seconds)
 
     def run(self, title: str, collectors: Collectors, *, gradient: bool = False) -> list[str]:
         """One pass over the data.
@@ -78,53 +129,72 @@ class Survey:
         before, mean = self.count, MeanGradient(self.layers) if gradient else None
         self._passes += 1
         with self._watching() as capture:
-            seen = self._pass(title, collectors, capture, mean)
+            self._pass(title, collectors, capture, mean)
         if mean is not None:
+            mean.add_up(self._ranks, self._device)
             self.gradients = mean.matrices()
-        self._check(title, before, seen)
-        return [name for name in collectors if name in seen]
+        self._check(title, before)
+        return [name for name in collectors if name in self._seen]
 
-    def _pass(
-        self, title: str, collectors: Collectors, capture: Capture, mean: MeanGradient | None
-    ) -> set[str]:
-        """Go over the data, from where an interrupted pass stopped; the layers that were seen."""
-        checkpoint, record = self.checkpoint, Record()
-        if checkpoint is not None:
-            record = checkpoint.take_up(title, collectors, capture, self._device)
-        self.count, seen = record.count, set(record.seen)
-        done, skipped = record.count.batches, DataHash()
+    def _pass(self, title: str, collectors: Collectors, capture: Capture, mean: MeanGradient | None) -> None:
+        """Go over the data, from where an interrupted pass stopped."""
+        record, read = self._take_up(title, collectors, capture), DataHash()
+        done, checkpoint = record.count.batches, self._checkpoint
         for index, batch in enumerate(self._batches(title)):
-            if index < done or record.complete:
-                skipped = skipped.then(batch)
-                continue
-            if checkpoint is not None and index == done:
-                checkpoint.require_same_data(record, skipped)
-            seen |= self._collect(capture, batch, index, collectors, mean)
-            if checkpoint is not None:
-                checkpoint.note(title, Record(self.count, sorted(seen)), collectors, capture)
-        if checkpoint is not None and self.count.batches == done:
-            checkpoint.require_same_data(record, skipped)
-        if checkpoint is not None and self.count.batches and not record.complete:
-            checkpoint.note(title, Record(self.count, sorted(seen), True), collectors, capture)
-        return seen
+            if index == done:
+                self._require_same_data(record, read)
+            read = read.then(batch)
+            is_new = index >= done and not record.complete
+            if is_new:
+                self._collect(capture, batch, index, collectors, mean)
+                self.count = replace(self.count, batches=index + 1, data=read)
+            if self._dealing.ends_round(index):
+                is_due = is_new and checkpoint is not None and checkpoint.is_due
+                if self._dealing.hear(Heard(read, is_due=is_due)).is_due:
+                    self._add_up(collectors, for_all=False)
+                    self._write(title, collectors, capture)
+        while not self._dealing.hear(Heard(read, ended=True)).ended:
+            pass  # others have more batches
+        if self.count.batches == done:
+            self._require_same_data(record, read)
+        self._add_up(collectors, for_all=True)
+        if self.count.batches and not record.complete:
+            self._write(title, collectors, capture, complete=True)
 
     def _batches(self, title: str) -> Iterator[Any]:
         """The batches of the data that are not empty, behind a progress bar if there is to be one."""
-        loader = track(self._loader, title) if self._options.progress else self._loader
+        shows = self._options.progress and self._ranks.index == 0
+        loader = track(self._loader, title) if shows else self._loader
         return (batch for batch in loader if not is_empty(batch))
 
     # -- one batch ---------------------------------------------------------------------------------------
 
     def _collect(
         self, capture: Capture, batch: Any, index: int, collectors: Collectors, mean: MeanGradient | None
-    ) -> set[str]:
-        """Hand what each layer saw of a batch to its collectors; the layers that saw something."""
+    ) -> None:
+        """Hand what each layer saw of a batch to its collectors, if it is one that this process measures."""
+        is_own = self._dealing.is_own(index)
+        if not is_own and (index or self._passes > 1 or not self._losses.may_tell(batch)):
+            return
         capture.clear()
+        capture.sampling.begin(self._dealing.place_of(index))
         try:
-            self._send(capture, batch, index, mean)
+            self._send(capture, batch, index, mean if is_own else None)
             seen = capture.batches_by_source()
         except UnclearLossError as error:
             raise ValueError(f"Batch {index} of the data: {error}.") from error
+        if is_own:
+            self._take_in(capture, seen, index, collectors)
+        capture.clear()  # another's first batch has told the likelihood of the loss, as it does there
+
+    def _take_in(
+        self,
+        capture: Capture,
+        seen: Mapping[str, Mapping[str, list[CapturedBatch]]],
+        index: int,
+        collectors: Collectors,
+    ) -> None:
+        """Let what was seen of a batch count."""
         for name, by_source in seen.items():
             try:
                 for source, batches in by_source.items():
@@ -134,15 +204,13 @@ class Survey:
                 raise ValueError(f"Batch {index} of the data, layer {name!r}: {error}.") from error
         tallies = {self._measured_with(source): tally for source, tally in capture.tallies.items()}
         likelihoods = {name: in_words(own) for name, own in capture.likelihoods.found.items()}
-        self.count = Count(
-            self.count.batches + 1,
-            self.count.samples + capture.samples,
-            self.count.data.then(batch),
-            merged(self.count.tallies, tallies),
-            {**self.count.likelihoods, **likelihoods},
+        self.count = replace(
+            self.count,
+            samples=self.count.samples + capture.samples,
+            tallies=merged(self.count.tallies, tallies),
+            likelihoods={**self.count.likelihoods, **likelihoods},
         )
-        capture.clear()
-        return set(seen)
+        self._seen |= set(seen)
 
     def _measured_with(self, source: str) -> str:
         """What sums are kept together: the empirical Fisher is one, whichever predictions a batch has."""
@@ -216,11 +284,51 @@ class Survey:
 
     @property
     def _device(self) -> torch.device:
-        return next(self._model.parameters()).device
+        return next(self.model.parameters()).device
 
     def _usable(self, tensor: Tensor) -> Tensor:
         """The tensor on the model's device, in a form that autograd takes."""
         return (tensor.clone() if tensor.is_inference() else tensor).to(self._device)
+
+    # -- between processes, and runs ---------------------------------------------------------------------
+
+    def _take_up(self, title: str, collectors: Collectors, capture: Capture) -> Record:
+        """How far an interrupted pass had come; what was summed up in it the first process has."""
+        record = Record()
+        if self._checkpoint is not None:
+            record = self._checkpoint.take_up(title, collectors, capture, self._device)
+        everywhere: list[tuple[Record, str]] = self._ranks.gather((record, capture.likelihoods.state()))
+        record, likelihoods = everywhere[0]
+        self.count, self._seen = record.count, set(record.seen)
+        if record.count.batches and self._ranks.count > 1:
+            share_constants(collectors, self._ranks)
+            capture.likelihoods.load(likelihoods)
+            self.count = self._own_share_of(record.count)
+        return record
+
+    def _own_share_of(self, count: Count) -> Count:
+        """What this process has to add, where the first one has all that was summed up."""
+        return Count(count.batches, data=count.data) if self._ranks.index else count
+
+    def _require_same_data(self, record: Record, read: DataHash) -> None:
+        if self._checkpoint is not None:
+            self._checkpoint.require_same_data(record, read)
+
+    def _add_up(self, collectors: Collectors, *, for_all: bool) -> None:
+        """Put together what the processes have seen: in all of them, or in the first one alone."""
+        ranks = self._ranks
+        if ranks.count == 1:
+            return
+        counts, seen = zip(*ranks.gather((self.count, self._seen)), strict=True)
+        count = Count.of_all(counts, same_data=self._options.loader_gives == ALL_DATA)
+        add_up(collectors, ranks, self._device, keep=for_all or ranks.index == 0)
+        self.count = count if for_all else self._own_share_of(count)
+        self._seen = set().union(*seen)
+
+    def _write(self, title: str, collectors: Collectors, capture: Capture, *, complete: bool = False) -> None:
+        if self._checkpoint is not None:
+            record = Record(self.count, sorted(self._seen), complete)
+            self._checkpoint.write(title, record, collectors, capture)
 
     # -- around a pass -----------------------------------------------------------------------------------
 
@@ -228,14 +336,14 @@ class Survey:
     def _watching(self) -> Iterator[Capture]:
         """Hooks on, modes of all modules to eval; both undone at the end."""
         capture = Capture(
-            self._model,
+            self.model,
             self.layers.values(),
             self._options,
             likelihoods=self._likelihoods,
             only_training=False,
         )
-        modes = {module: module.training for module in self._model.modules()}
-        self._model.eval()
+        modes = {module: module.training for module in self.model.modules()}
+        self.model.eval()
         capture.arm()
         try:
             yield capture
@@ -245,8 +353,8 @@ class Survey:
             for module, training in modes.items():
                 module.training = training
 
-    def _check(self, title: str, before: Count, seen: set[str]) -> None:
-        count = self.count
+    def _check(self, title: str, before: Count) -> None:
+        count, seen = self.count, self._seen
         if not count.batches:
             raise ValueError("The loader is empty: it gave no batch. Expected at least one.")
         if not seen:

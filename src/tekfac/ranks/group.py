@@ -6,9 +6,9 @@ part of the batch each have, together, what one process with the whole batch has
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -68,14 +68,19 @@ ALONE = Alone()
 
 
 class Together:
-    """The processes of a group of `torch.distributed`, with a group of their own.
+    """The processes of a group of `torch.distributed`.
 
-    Its messages are not mixed up with those of gradients, which are under way at the same time.
+    With a group of their own, messages are not mixed up with those of gradients, which are under way meanwhile.
     """
 
-    def __init__(self, group: Any) -> None:
-        """Make a group of the same processes; all of them have to call this, in the same order."""
-        self._group = dist.new_group(dist.get_process_group_ranks(group))
+    def __init__(self, group: Any, *, apart: bool = True) -> None:
+        """Make a group of the same processes, or take this one.
+
+        Args:
+            group: all of its processes have to call this, in the same order.
+            apart: whether it is to be another one; it stays for good.
+        """
+        self._group = dist.new_group(dist.get_process_group_ranks(group)) if apart else group
         self.index = dist.get_rank(self._group)
         self.count = dist.get_world_size(self._group)
 
@@ -139,12 +144,13 @@ GroupSetting = Any
 AUTO, APART = "auto", "alone"
 
 
-def ranks_of(model: nn.Module, setting: GroupSetting) -> Ranks:
+def ranks_of(model: nn.Module, setting: GroupSetting, *, apart: bool = True) -> Ranks:
     """The processes that train a model together.
 
     Args:
         model: DistributedDataParallel's wrapper knows its group.
         setting: a process group; "auto": that of the wrapper, or else all processes; "alone": this one.
+        apart: whether their messages come among others, so that they need a group of their own.
 
     Raises:
         ValueError: for something else.
@@ -160,7 +166,29 @@ def ranks_of(model: nn.Module, setting: GroupSetting) -> Ranks:
     group = setting
     if not is_group:
         group = model.process_group if isinstance(model, DistributedDataParallel) else dist.group.WORLD
-    return Together(group) if dist.get_world_size(group) > 1 else ALONE
+    return Together(group, apart=apart) if dist.get_world_size(group) > 1 else ALONE
+
+
+Name = TypeVar("Name")
+
+
+def added_by_name(named: Mapping[Name, Tensor], ranks: Ranks, device: torch.device) -> dict[Name, Tensor]:
+    """The sums over processes of tensors by their names; of some a process may have none.
+
+    Args:
+        named: of this process; those of one name have one shape and precision.
+        ranks: the processes; all have to call this.
+        device: that they are brought to.
+    """
+    if ranks.count == 1:
+        return dict(named)
+    outlines = ranks.gather({name: (tensor.shape, tensor.dtype) for name, tensor in named.items()})
+    forms = {name: form for one in outlines for name, form in one.items()}
+    own = [
+        named[name].to(device) if name in named else torch.zeros(shape, dtype=dtype, device=device)
+        for name, (shape, dtype) in forms.items()
+    ]
+    return dict(zip(forms, ranks.add(own), strict=True))
 
 
 def require_still_alone(owner: str, ranks: Ranks, setting: GroupSetting) -> None:

@@ -168,6 +168,19 @@ def stands_for(present: Any, parameter: nn.Parameter) -> bool:
     return is_sharded(parameter) and is_whole and present.shape == parameter.shape
 
 
+def require_whole(owner: str, model: nn.Module) -> None:
+    """Raise ValueError for parameters of which every process has a part."""
+    fsdp = sys.modules.get(FSDP)
+    kinds = () if fsdp is None else (fsdp.FSDPModule, fsdp.FullyShardedDataParallel)
+    parts = [name for name, parameter in model.named_parameters() if is_sharded(parameter)]
+    if parts or any(isinstance(module, kinds) for module in model.modules()):
+        raise ValueError(
+            f"{owner} got a model whose parameters are in parts, by fully_shard. Expected one that is whole in "
+            "every process: without fully_shard, with get_model_state_dict(model, "
+            "options=StateDictOptions(full_state_dict=True)) loaded into it."
+        )
+
+
 def require_supported(owner: str, model: nn.Module, ranks: Ranks) -> None:
     """Raise ValueError for parameters in parts that are not those of fully_shard, or of other processes."""
     fsdp = sys.modules.get(FSDP)
