@@ -114,6 +114,23 @@ class Due:
 NOTHING = Due(factors=False, basis=False, rescaling=False)
 
 
+class Brought(NamedTuple):
+    """What a refresh has brought.
+
+    Attributes:
+        factors: whether moments of at least one sample.
+        basis: whether an eigenbasis of the present factors, new or found good.
+        rescaling: whether second moments in that basis, of at least one sample.
+    """
+
+    factors: bool = False
+    basis: bool = False
+    rescaling: bool = False
+
+
+NOTHING_KNOWN = Brought()
+
+
 @dataclass(frozen=True)
 class LayerCurvature:
     """An approximate Fisher block, Q diag(S) Q^T; a value that is never changed.
@@ -126,12 +143,14 @@ class LayerCurvature:
         basis: the eigenbasis in use.
         theta: running average of the second moments in that basis; None for products of eigenvalues.
         failed_refreshes: how often a decomposition failed and an older basis was kept.
+        brought: by the refresh that made it; nothing is known of one that was loaded.
     """
 
     moments: Average[KroneckerFactors]
     basis: Eigenbasis
     theta: Average[tuple[Tensor]] | None
     failed_refreshes: int = 0
+    brought: Brought = NOTHING_KNOWN
 
     @property
     def rescaling(self) -> Tensor:
@@ -198,11 +217,11 @@ def refreshing(
     if old is None:
         due = Due(factors=True, basis=True, rescaling=True)
     rows = [KeptRows(batch) for batch in batches]
-    moments = None if old is None else old.moments
+    moments, brought = None if old is None else old.moments, NOTHING_KNOWN
     if due.factors:
         found = yield _moment_sums(rows, recipe)
         if found.terms:
-            moments = _averaged(old, found, due, recipe)
+            moments, brought = _averaged(old, found, due, recipe), brought._replace(factors=True)
     if moments is None:
         return None
     basis, theta = (None, None) if old is None else (old.basis, old.theta)
@@ -210,6 +229,7 @@ def refreshing(
     if due.basis or basis is None:
         factors = recipe.factors.read(moments.values)
         new_basis = yield Decomposition(factors, basis)
+        brought = brought._replace(basis=new_basis is not None)
         if new_basis is None:
             failures += 1
             new_basis = basis or standard_basis(factors)
@@ -223,7 +243,8 @@ def refreshing(
             require_finite(*measured)
             past = recipe.past_rescaling(due.age_of_rescaling)
             theta = Average.of(measured) if theta is None else theta.updated(measured, past)
-    return LayerCurvature(moments, basis, theta, failures)
+            brought = brought._replace(rescaling=True)
+    return LayerCurvature(moments, basis, theta, failures, brought)
 
 
 def decomposed(asked: Decomposition, recipe: Recipe) -> Eigenbasis | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import time
 from collections.abc import Callable, Iterable, Mapping
@@ -25,6 +26,8 @@ from tekfac.lab.provenance import identity, provenance
 from tekfac.lab.run_folder import RunFolder
 from tekfac.lab.run_log import Epoch, LayerEpoch, TensorBoard
 from tekfac.optim.natural_gradient import NaturalGradient
+
+logger = logging.getLogger("tekfac")
 
 CHECKPOINT_SECONDS = 120.0
 """How much work may be lost, unless the user says otherwise."""
@@ -65,6 +68,7 @@ def train(
     checkpoint_seconds: float = CHECKPOINT_SECONDS,
     tensorboard: bool = False,
     watch: Watcher | None = None,
+    tell: Callable[[str], None] | None = None,
     data: DataSet | None = None,
 ) -> dict[str, Any]:
     """Train as the config says, and leave everything about it in the folder.
@@ -78,6 +82,7 @@ def train(
         checkpoint_seconds: time between checkpoints; 0 for one after every step.
         tensorboard: also write TensorBoard's event files.
         watch: called now and then with the progress.
+        tell: called with a line where something is off with the optimizer's curvature; the log has it, too.
         data: what the config names, if it has been read already.
 
     Returns:
@@ -104,6 +109,7 @@ def train(
                     return ended
             config = _with_threads(config)
             training = _Training(run, config, data, checkpoint_seconds, tensorboard, interruption)
+            training.tell = tell
             if is_new:
                 where = provenance(command, choose(config.device))
                 run.begin(config, source, {**where, "data_notes": list(data.notes)})
@@ -177,6 +183,8 @@ class _Training:
         self.accuracies: list[float] = []
         self.checkpoint_seconds = checkpoint_seconds
         self.events = TensorBoard(folder.events) if tensorboard else None
+        self.tell: Callable[[str], None] | None = None
+        self.told: set[str] = set()
         self._restore()
 
     @property
@@ -273,20 +281,33 @@ class _Training:
         return goes_on
 
     def _layers(self) -> list[LayerEpoch]:
+        """The curvature of the layers; what is off with it is told, once of each kind."""
         if not isinstance(self.optimizer, NaturalGradient):
             return []
+        health, staleness = self.optimizer.health(), self.optimizer.steps_since_refresh
+        for problem in health.problems:
+            if problem.kind not in self.told:
+                self.told.add(problem.kind)
+                words = f"Epoch {self.epoch}, layer {problem.layer!r}: {problem.advice}"
+                logger.warning("%s", words)
+                if self.tell is not None:
+                    self.tell(words)
         return [
             LayerEpoch(
                 epoch=self.epoch,
                 step=self.step,
-                layer=name,
-                trace=signals.trace,
-                damping=signals.damping,
-                condition=signals.condition,
-                staleness=self.optimizer.steps_since_refresh,
-                failed_refreshes=signals.failed_refreshes,
+                layer=own.layer,
+                trace=own.trace,
+                damping=own.damping,
+                condition=own.condition,
+                staleness=staleness,
+                failed_refreshes=own.failed_refreshes,
+                age_of_factors=math.nan if own.age_of_factors is None else own.age_of_factors,
+                age_of_basis=math.nan if own.age_of_basis is None else own.age_of_basis,
+                empty_refreshes=own.empty_refreshes,
             )
-            for name, signals in self.optimizer.signals().items()
+            for own in health.layers
+            if not math.isnan(own.condition)  # of those that have a block
         ]
 
     def _tell(self, watch: Watcher | None) -> None:

@@ -26,6 +26,7 @@ from tekfac.curvature.layer_curvature import Due, LayerCurvature, NonFiniteStati
 from tekfac.curvature.motion import LayerMotion, StepForm
 from tekfac.curvature.network import LayerSignals, NetworkCurvature
 from tekfac.curvature.rescaling import PRODUCT
+from tekfac.curvature.residuals import off_diagonal
 from tekfac.curvature.stacks import StepInputs
 from tekfac.damping import BetaReading, DampingRule, LevenbergMarquardt, as_rule
 from tekfac.layers.layer import Layer
@@ -35,9 +36,11 @@ from tekfac.methods import Method, natural_settings, paper_settings
 from tekfac.optim import messages
 from tekfac.optim.closures import Evaluation
 from tekfac.optim.first_order import adam_directions
+from tekfac.optim.health import Health, health_of
 from tekfac.optim.model_layers import ModelLayers
 from tekfac.optim.param_groups import Selected, named, selected_parameters
 from tekfac.optim.quadratic_model import Move
+from tekfac.optim.refresh_log import RefreshLog
 from tekfac.optim.schedule import WORTH_TURNS, Intervals, Schedule, cost_of_refresh, first_interval
 from tekfac.optim.settings import (
     AUTO,
@@ -274,6 +277,7 @@ class NaturalGradient(Optimizer):
         self._layer_groups: Mapping[str, Mapping[str, Any]] = {}
         self._highest_lr: list[float] = []
         self._refresh_seconds = 0.0
+        self._refresh_log = RefreshLog()
         self._rejected_steps, self._reduction_ratio = 0, math.nan
         self._is_made = False  # torch adds the first groups by the method that users add others with
         defaults = {
@@ -347,6 +351,7 @@ class NaturalGradient(Optimizer):
         self._network.layers = self._layers
         self._schedule = self._new_schedule()
         self._network.blocks = {n: block for n, block in self._network.blocks.items() if n in kept}
+        self._refresh_log.keep(kept)
         self._require_whole_layers()
         self._damping_rules()
         waiting = [n for n, layer in self._layers.items() if layer.weight.requires_grad]
@@ -548,6 +553,9 @@ class NaturalGradient(Optimizer):
         if refreshed is not before:
             counts = ({n: block.failed_refreshes for n, block in own.items()} for own in (before, refreshed))
             messages.failed_refreshes(type(self).__name__, *counts)
+            due = {n: own for n, own in self._due().items() if self._layers[n].weight.requires_grad}
+            why = self._capture.why_nothing_came
+            self._refresh_log.note(self._num_steps, due, before, refreshed, why)
         self._note_unseen()
         self._num_steps += 1
         self._skipped_in_a_row = 0
@@ -900,6 +908,21 @@ class NaturalGradient(Optimizer):
         """Trace, damping and condition of what divides gradients, by layer name: for logs and monitors."""
         return self._network.signals(self._damping_rules())
 
+    def health(self, *, off_diagonals: bool = False) -> Health:
+        """How the curvature of every layer is doing, and in one line what to change: print it.
+
+        What it tells of refreshes is saved in the state, the reasons are those since the last start.
+
+        Args:
+            off_diagonals: whether to compute how far each basis is from diagonalising the present factors,
+                which takes a product of matrices for each side.
+        """
+        trained = [name for name, layer in self._layers.items() if layer.weight.requires_grad]
+        blocks = self._network.blocks.items() if off_diagonals else ()
+        found = {name: off_diagonal(block, self._recipe) for name, block in blocks}
+        steps = self.num_steps, self.skipped_steps
+        return health_of(type(self).__name__, trained, self.signals(), self._refresh_log, found, *steps)
+
     @property
     def likelihoods(self) -> dict[str, Likelihood]:
         """What the model's predictions mean, by their names, as far as it is known: as was set, or as found.
@@ -948,6 +971,7 @@ class NaturalGradient(Optimizer):
             "choosing": self._capture.choosing.state(),
             "likelihoods": self._capture.likelihoods.state(),
             "probing": self._capture.probing.state(),
+            "refreshes": self._refresh_log.plain(),
         }
         blocks, motions = self._network.separate_blocks(), self._network.motions
         return to_torch(super().state_dict(), self.param_groups, self._layers, blocks, motions, whole)
@@ -997,6 +1021,7 @@ class NaturalGradient(Optimizer):
         self._skipped_steps = saved.whole["skipped_steps"]
         self._rejected_steps = saved.whole.get("rejected_steps", 0)
         self._attempts = dict(saved.whole["attempts"])
+        self._refresh_log = RefreshLog.from_plain(saved.whole.get("refreshes", {}))
         self._highest_lr = list(saved.whole["highest_lr"])
         if self._settings.turns == AUTO:
             self._by_turns = saved.whole["turns"]
