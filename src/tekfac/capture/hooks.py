@@ -139,6 +139,10 @@ class Listener(Protocol):
         ...
 
 
+_of_models: weakref.WeakKeyDictionary[nn.Module, weakref.WeakSet[ModelHooks]] = weakref.WeakKeyDictionary()
+"""Those that watch a model in training."""
+
+
 class ModelHooks:
     """Hooks on a model and on the modules of its layers, there only while they are armed.
 
@@ -146,6 +150,8 @@ class ModelHooks:
         progress: how far the passes since the last call of `arm` have come.
         predictions: of the last forward pass; kept only where not only training is watched.
         is_sharded: whether fully_shard has cut the model's parameters.
+        asleep: whether the hooks were taken off since others came to the model; `arm` puts them on again.
+        number: in the order in which they came to it; 0: of those that watch not only training.
 
     An optimizer watches forward passes in training mode whose backward pass leads to parameters. With
     `only_training=False` the mode does not matter, and a backward pass that ends at the outputs will do.
@@ -161,6 +167,7 @@ class ModelHooks:
         only_training: bool,
     ) -> None:
         self.progress = NOT_CALLED
+        self.asleep, self.number = False, 0
         self.predictions: Mapping[str, Tensor] = {}
         self.is_sharded = any(map(is_sharded, model.parameters()))
         self._model = weakref.ref(model)
@@ -176,7 +183,24 @@ class ModelHooks:
         self._depth = 0
         self._armed_for: tuple[Layer, ...] = ()
         self._handles: list[RemovableHandle] = []
+        if only_training:
+            self._put_others_to_sleep(model)
         weakref.finalize(self, _remove, self._handles, self._eager)
+
+    def _put_others_to_sleep(self, model: nn.Module) -> None:
+        """Take the hooks of older ones off the model: a stored traceback may keep some alive for ever."""
+        others = _of_models.setdefault(model, weakref.WeakSet())
+        for other in others:
+            other.asleep |= other.armed
+            other.disarm()
+        self.number = 1 + max((other.number for other in others), default=0)
+        others.add(self)
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether nothing else watches the model in training that has not been let go of."""
+        model = self._model()
+        return model is None or len(_of_models.get(model, ())) <= 1
 
     @property
     def armed(self) -> bool:
@@ -194,7 +218,7 @@ class ModelHooks:
         model = self._model()
         if model is None:
             return
-        self.progress = NOT_CALLED
+        self.progress, self.asleep = NOT_CALLED, False
         self._eager.arm(model)
         layers = tuple(layers)
         if self.armed and len(layers) == len(self._armed_for) and all(map(is_, layers, self._armed_for)):

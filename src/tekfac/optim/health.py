@@ -184,19 +184,19 @@ def _problem(
         if not num_steps:
             return None
         return Problem("no statistics", name, f"it is trained by first order: {why or 'nothing came of it.'}")
-    if refreshes.empty_in_a_row >= EMPTY:
-        return Problem(
-            "no statistics",
-            name,
-            f"its last {refreshes.empty_in_a_row} due refreshes brought no statistics: "
-            f"{why or 'see the log, or leave it to first_order.'}",
-        )
     if refreshes.failed_in_a_row:
         return Problem(
             "failed refreshes",
             name,
             f"its last {refreshes.failed_in_a_row} refreshes failed, and an older basis is in use: look at its "
             f"inputs, lower max_dim where memory is short, or leave it to first order: first_order=[{name!r}].",
+        )
+    if refreshes.empty_in_a_row >= EMPTY:
+        return Problem(
+            "no statistics",
+            name,
+            f"its last {refreshes.empty_in_a_row} due refreshes brought no statistics: "
+            f"{why or 'see the log, or leave it to first_order.'}",
         )
     if signals.trace == 0:
         return Problem(

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from torch import Tensor
 
+from tekfac.curvature.layer_curvature import LayerCurvature
 from tekfac.layers.inventory import AS_MEANT, Inventory
 
 logger = logging.getLogger("tekfac")
@@ -103,17 +104,21 @@ def unseen_layers(optimizer: str, layers: Sequence[str], why: str) -> None:
     )
 
 
-def failed_refreshes(optimizer: str, before: Mapping[str, int], after: Mapping[str, int]) -> None:
-    """Layers whose decompositions have failed for good: at the first, 10th, 100th, ... time of each."""
-    for name, count in after.items():
-        if count > before.get(name, 0) and is_power_of_ten(count):
+def failed_refreshes(
+    optimizer: str, before: Mapping[str, LayerCurvature], after: Mapping[str, LayerCurvature]
+) -> None:
+    """Layers whose refreshes have failed for good: at the first, 10th, 100th, ... time of each."""
+    for name, block in after.items():
+        count = block.failed_refreshes
+        if count > (before[name].failed_refreshes if name in before else 0) and is_power_of_ten(count):
             logger.warning(
-                "%s could not decompose the factors of layer %r (time %d), not in float64 either: it goes on "
-                "with the basis that it has. Should that go on, look at its inputs, or leave it to first "
-                "order (first_order=[%r]).",
+                "%s could not refresh the curvature of layer %r (time %d): %s. It goes on with the basis that "
+                "it has. Should that go on, look at its inputs, lower max_dim where memory is short, or leave "
+                "it to first order (first_order=[%r]).",
                 optimizer,
                 name,
                 count,
+                block.brought.failure,
                 name,
             )
 

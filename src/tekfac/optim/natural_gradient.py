@@ -55,7 +55,7 @@ from tekfac.optim.settings import (
     require_finite_rates,
     resolve,
 )
-from tekfac.optim.skipping import Skipping, all_finite, in_words, squares_are_finite
+from tekfac.optim.skipping import Skipping, all_finite, in_words, longest_direction, squares_are_finite
 from tekfac.optim.state import SavedState, to_torch
 from tekfac.optim.step_control import judged_step
 from tekfac.optim.update import apply_update, kl_coefficient
@@ -266,6 +266,7 @@ class NaturalGradient(Optimizer):
             statistics_samples=settings.statistics_samples,
             may_be_summed=recipe.needs_only_gradients,
             squaring=recipe.squares if recipe.needs_only_moments else None,
+            owner=name,
         )
         self._reported: set[str] = set()
         self._attempts: dict[str, int] = {}
@@ -532,7 +533,12 @@ class NaturalGradient(Optimizer):
                 natural, are_finite = self._natural(raw, rules, None if waits else finite)
                 if not self._gathers:
                     others = [own_part(own) for p, own in raw.items() if p not in natural]
-                    finite = self._everywhere(all_finite([*are_finite, *others]))
+                    if evaluation is None:
+                        share = longest_direction(self.param_groups, self._settings.stretch)
+                        found = squares_are_finite([*are_finite, *others], share)
+                    else:  # whose steps are as long as the loss allows
+                        found = all_finite([*are_finite, *others])
+                    finite = self._everywhere(found)
                 elif any(own.dtype == torch.float16 for own in are_finite):  # whose range is small
                     both = all_finite(are_finite), finite
                     finite = torch.stack([own for own in both if own is not None]).all()
@@ -551,8 +557,7 @@ class NaturalGradient(Optimizer):
                 self._update_if_loss_falls(raw, natural, evaluation)
         self._network.release()
         if refreshed is not before:
-            counts = ({n: block.failed_refreshes for n, block in own.items()} for own in (before, refreshed))
-            messages.failed_refreshes(type(self).__name__, *counts)
+            messages.failed_refreshes(type(self).__name__, before, refreshed)
             due = {n: own for n, own in self._due().items() if self._layers[n].weight.requires_grad}
             why = self._capture.why_nothing_came
             self._refresh_log.note(self._num_steps, due, before, refreshed, why)
@@ -591,6 +596,8 @@ class NaturalGradient(Optimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the gradients, and the statistics of the backward passes that made them."""
         self._capture.roll_back()
+        if self._capture.asleep:  # which is in use, though there is a newer one
+            self._arm()
         super().zero_grad(set_to_none)
 
     def _arm(self) -> None:
@@ -681,7 +688,7 @@ class NaturalGradient(Optimizer):
             terms = ((stretch * highest[p], raw[p], direction) for p, direction in natural.items())
             coefficient = kl_coefficient(terms, clip)
             natural = {p: direction * coefficient.to(direction.dtype) for p, direction in natural.items()}
-            are_finite.append(coefficient)
+            are_finite = list(natural.values())
         return {p: part_of(direction, p) for p, direction in natural.items()}, are_finite
 
     def _whole_in_blocks(self, raw: Mapping[Tensor, Tensor]) -> Mapping[Tensor, Tensor]:
@@ -946,7 +953,10 @@ class NaturalGradient(Optimizer):
 
     @property
     def failed_refreshes(self) -> int:
-        """How many eigendecompositions failed for good; an older basis was kept each time."""
+        """How many refreshes of a layer failed for good, by eigendecompositions that did or for want of memory.
+
+        An older basis was kept each time.
+        """
         return sum(curvature.failed_refreshes for curvature in self._network.blocks.values())
 
     # -- state -----------------------------------------------------------------------------------------

@@ -92,7 +92,7 @@ class RefreshLog:
             known = self.layers.get(name, Refreshes())
             self.layers[name] = now = known.after(step, due.get(name, NOTHING), own, block)
             if now.empty > known.empty:
-                self.why[name] = why
+                self.why[name] = (block.brought.failure if block else "") or why
 
     def keep(self, names: Iterable[str]) -> None:
         """Forget all layers but these."""
