@@ -129,6 +129,7 @@ def test_the_old_basis_is_kept_and_counted_and_training_goes_on(
     assert statistics(optimizer)["0"].basis is not old["0"].basis
 
 
+@pytest.mark.every_pair
 @both_steps
 @pytest.mark.parametrize("how", BENT)
 @pytest.mark.parametrize("method", METHODS)

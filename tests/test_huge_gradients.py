@@ -50,6 +50,7 @@ def run(make: Any, at: int, loss_scale: float, input_scale: float) -> tuple[nn.M
     return model, optimizer, taken
 
 
+@pytest.mark.every_pair
 @both_steps
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("at", [0, 1, 2], ids=["first", "plain", "measuring"])

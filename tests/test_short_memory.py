@@ -41,6 +41,7 @@ def raising(error: Callable[[], Exception]) -> Callable[..., Any]:
     return fails
 
 
+@pytest.mark.every_pair
 @both_steps
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("error", ERRORS)

@@ -248,6 +248,8 @@ class _Training:
         with self.clock.part("backward"):
             loss.backward()  # type: ignore[no-untyped-call]
         with self.clock.part("update"):
+            if isinstance(self.optimizer, NaturalGradient):
+                self.optimizer.report_loss(loss)
             self.optimizer.step()
         self.sums.add(loss.detach(), outputs.detach(), labels)
 

@@ -128,6 +128,32 @@ def is_power_of_ten(count: int) -> bool:
     return count > 0 and str(count).rstrip("0") == "1"
 
 
+def went_back(
+    optimizer: str, why: str, step: int, snapshot: int, length: float, damping: float, actions: int
+) -> None:
+    """A guard has acted."""
+    changes = [f"steps are {length:g} times as long now"] if length != 1 else []
+    changes += [f"damping is {damping:g} times as large"] if damping != 1 else []
+    logger.warning(
+        "The guard of %s went back from step %d to the snapshot of step %d (time %d): %s. %s.",
+        optimizer,
+        step,
+        snapshot,
+        actions,
+        why,
+        (" and ".join(changes) or "nothing else is changed").capitalize(),
+    )
+
+
+def given_up(optimizer: str, why: str, step: int, snapshot: int, actions: int) -> str:
+    """What is told where a guard has acted as often as it may."""
+    return (
+        f"Training diverges: the guard of {optimizer} has acted {actions} times and would have to once more "
+        f"after step {step}: {why}. The parameters are those of the snapshot of step {snapshot}. Look at the "
+        "data and the loss, lower lr, raise damping, or let it act more often: guard=Guard(at_most=...)."
+    )
+
+
 SKIPS_TOLD = 5
 """Skipped steps in a row that are logged one by one; then only the 10th, 100th, ..."""
 

@@ -29,12 +29,14 @@ from tekfac.curvature.rescaling import PRODUCT
 from tekfac.curvature.residuals import off_diagonal
 from tekfac.curvature.stacks import StepInputs
 from tekfac.damping import BetaReading, DampingRule, LevenbergMarquardt, as_rule
+from tekfac.guard import DivergenceError, Guard, as_guard
 from tekfac.layers.layer import Layer
 from tekfac.layers.side_forms import LargeDims, MaxDim
 from tekfac.likelihoods import Likelihood
 from tekfac.methods import Method, natural_settings, paper_settings
 from tekfac.optim import messages
 from tekfac.optim.closures import Evaluation
+from tekfac.optim.divergence import OF_SCHEDULES, Snapshot, Watch, raised
 from tekfac.optim.first_order import adam_directions
 from tekfac.optim.health import Health, health_of
 from tekfac.optim.model_layers import ModelLayers
@@ -130,6 +132,8 @@ class NaturalGradient(Optimizer):
         first_order_lr: float | None = None,
         first_order_step: FirstOrderStep = "adamw",
         param_groups: Iterable[Mapping[str, Any]] = (),
+        # what goes wrong
+        guard: bool | Guard = False,
         **unknown: Never,
     ) -> None:
         """Make the optimizer of a model; docs/settings.md says more of every keyword, and how to choose.
@@ -214,6 +218,8 @@ class NaturalGradient(Optimizer):
             first_order_lr: learning rate of what is not preconditioned; None: lr.
             first_order_step: what moves it: "adamw", or "sgd" with momentum.
             param_groups: groups with lr, momentum, weight_decay, damping or first_order of their own.
+            guard: whether to go back to the last good snapshot where training diverges, and on with shorter
+                steps; or a tekfac.guard.Guard. It looks at the loss of step(closure) or report_loss(loss).
             **unknown: there are no others; a misspelt one gets an error with the name that was probably meant.
 
         Raises:
@@ -280,6 +286,8 @@ class NaturalGradient(Optimizer):
         self._refresh_seconds = 0.0
         self._refresh_log = RefreshLog()
         self._rejected_steps, self._reduction_ratio = 0, math.nan
+        guard_settings, self._diverged = as_guard(settings.guard), False
+        self._watch = None if guard_settings is None else Watch(guard_settings)
         self._is_made = False  # torch adds the first groups by the method that users add others with
         defaults = {
             "lr": lr,
@@ -332,6 +340,8 @@ class NaturalGradient(Optimizer):
         parameters = selected_parameters(model, param_group["params"], "add_param_group")
         before = sum(len(group["params"]) for group in self.param_groups)
         names = self._model_layers.present_names()
+        if self._is_made and self._watch is not None:
+            self._watch.forget()
         super().add_param_group(named({**param_group, "params": parameters}, names, before))
         for parameter in parameters:
             self.state[parameter]["step"] = 0
@@ -350,6 +360,8 @@ class NaturalGradient(Optimizer):
         if kept is None:
             return
         self._network.layers = self._layers
+        if self._watch is not None:
+            self._watch.forget()
         self._schedule = self._new_schedule()
         self._network.blocks = {n: block for n, block in self._network.blocks.items() if n in kept}
         self._refresh_log.keep(kept)
@@ -384,8 +396,9 @@ class NaturalGradient(Optimizer):
         given = [(id(g), g["damping"], list(map(id, g["params"]))) for g in self.param_groups]
         if given != self._rules_of or self._rules.keys() != self._layers.keys():
             groups = self._group_of()
+            factor = 1.0 if self._watch is None else self._watch.losses.damping
             rules = {
-                name: as_rule(groups[layer.weight]["damping"], self._own_damping)
+                name: raised(as_rule(groups[layer.weight]["damping"], self._own_damping), factor)
                 for name, layer in self._layers.items()
             }
             self._network.check_rules(rules)
@@ -405,6 +418,7 @@ class NaturalGradient(Optimizer):
             "param groups with other damping": any(rule != judging[0] for rule in rules),
             "another step than the natural one": self._gathers or self._form.power != 1,
             "kl_clip": settings.kl_clip is not None,
+            "guard": self._watch is not None,
             "grad_scaler": settings.grad_scaler is not None,
             "several processes": self._ranks.count > 1 or self._is_sharded,
             "weight_decay (add a penalty to the loss)": any(
@@ -447,11 +461,82 @@ class NaturalGradient(Optimizer):
             with torch.enable_grad():
                 loss = closure()
         self._look_again_if_frozen_or_unfrozen()
+        if self._watch is not None:
+            self._step_on_watch(self._watch, loss)
+        else:
+            self._step_or_skip(loss if evaluation is None else evaluation.loss.detach(), evaluation)
+        return loss
+
+    def _step_or_skip(self, loss: object, evaluation: Evaluation | None) -> None:
         with without_autocast(next(iter(self._names)).device):
-            problem = self._try_step(loss if evaluation is None else evaluation.loss.detach(), evaluation)
+            problem = self._try_step(loss, evaluation)
         if problem is not None:
             self._skip(problem)
-        return loss
+
+    def report_loss(self, loss: Tensor | float) -> None:
+        """Tell the guard the loss of the next step, where step() gets no closure; without a guard it is free.
+
+        Args:
+            loss: of the whole batch, at the present parameters, as it was before it was scaled; of several
+                micro-batches their mean or sum, always the same of the two. The last one counts.
+        """
+        if self._watch is not None:
+            self._watch.reported = loss.detach() if isinstance(loss, Tensor) else loss
+
+    def _step_on_watch(self, watch: Watch, loss: Any) -> None:
+        """Take a step, or go back."""
+        reported = watch.take_loss()
+        seen = reported if loss is None else loss
+        value = None if seen is None else float(torch.as_tensor(seen).detach())
+        if watch.good is None:
+            watch.keep(self._snapshot())
+        if watch.judge(self._ranks.gather(value)):
+            self._go_back(watch, f"the loss is {value} and was {watch.losses.mean:.4g} on average before")
+            return
+        self._step_or_skip(value, None)
+        self._settle()
+        watch.after_step(self._skipped_in_a_row)
+        if self._skipped_in_a_row and (self._diverged or self._skipped_in_a_row >= watch.settings.patience):
+            are_lost = "parameters are no longer finite"
+            self._go_back(watch, are_lost if self._diverged else f"{self._skipped_in_a_row} steps were skipped")
+        elif not self._skipped_in_a_row and watch.wants_snapshot(self._num_steps):
+            watch.keep(self._snapshot())
+
+    def _snapshot(self) -> Snapshot:
+        return Snapshot.of(self._model_layers.model, self._state_now(), self._num_steps)
+
+    def _go_back(self, watch: Watch, why: str) -> None:
+        """Go back to the last good snapshot, and take shorter steps from there.
+
+        Raises:
+            DivergenceError: if that was done as often as it may be.
+        """
+        snapshot, losses, num_steps = watch.good, watch.losses, self._num_steps
+        assert snapshot is not None
+        skipped, kept = self._skipped_steps, [{k: g[k] for k in OF_SCHEDULES} for g in self.param_groups]
+        with Uninterrupted():
+            snapshot.restore(self._model_layers.model)
+            self.load_state_dict(snapshot.optimizer)
+            for group, own in zip(self.param_groups, kept, strict=True):
+                group.update(own)
+            factors = losses.actions, losses.step, losses.damping
+            watch.losses.actions, watch.losses.step, watch.losses.damping = factors
+            watch.keep(snapshot)
+            is_last = watch.losses.actions >= watch.settings.at_most
+            if not is_last:
+                watch.act()
+            self._rules_of = []
+            self._skipped_steps, self._skipped_in_a_row, self._diverged = skipped, 0, False
+            self.zero_grad()
+        name, now = type(self).__name__, watch.losses
+        if is_last:
+            raise DivergenceError(messages.given_up(name, why, num_steps, self._num_steps, now.actions))
+        messages.went_back(name, why, num_steps, self._num_steps, now.step, now.damping, now.actions)
+
+    @property
+    def guard_actions(self) -> int:
+        """How often the guard has gone back to a snapshot; 0 without one."""
+        return 0 if self._watch is None else self._watch.losses.actions
 
     def _try_step(self, loss: object, evaluation: Evaluation | None) -> str | None:
         """Take the step, or say what keeps it from being taken, if that was not told yet.
@@ -743,7 +828,7 @@ class NaturalGradient(Optimizer):
         if finite is not None:
             self._skipping.note(finite)
         others = self._first_order({p: own for p, own in raw.items() if p not in natural}, finite)
-        settings = self._settings
+        settings, shorter = self._settings, 1.0 if self._watch is None else self._watch.losses.step
         ways = (
             (natural, settings.momentum_at == "after", settings.stretch),
             (others, settings.first_order_step == "sgd", 1.0),
@@ -758,7 +843,7 @@ class NaturalGradient(Optimizer):
                     [own_part(p) for p in trained],
                     [directions[p] for p in trained],
                     [own_part(self._velocity(p)) for p in trained] if momentum else [],
-                    lr=group["lr"],
+                    lr=group["lr"] * shorter,
                     momentum=momentum,
                     weight_decay=group["weight_decay"],
                     stretch=stretch,
@@ -876,10 +961,9 @@ class NaturalGradient(Optimizer):
         self._skipped_steps += 1
         self._skipped_in_a_row += 1
         parameters = (p for group in self.param_groups for p in group["params"])
-        diverged = not all(bool(torch.isfinite(own_part(p)).all()) for p in parameters)
-        messages.skipped_step(
-            type(self).__name__, self._num_steps, self._skipped_steps, self._skipped_in_a_row, problem, diverged
-        )
+        self._diverged = not all(bool(torch.isfinite(own_part(p)).all()) for p in parameters)
+        counts = self._num_steps, self._skipped_steps, self._skipped_in_a_row
+        messages.skipped_step(type(self).__name__, *counts, problem, self._diverged)
 
     def _note_unseen(self) -> None:
         """Keep count of layers that have a gradient but no statistics, and say so once of each."""
@@ -967,6 +1051,10 @@ class NaturalGradient(Optimizer):
         Plain dicts, lists, numbers, strings and tensors: torch.load(weights_only=True) reads it.
         """
         self._capture.drop_what_was_zeroed()
+        return self._state_now()
+
+    def _state_now(self) -> dict[str, Any]:
+        """The same; passes since the last step are not in it, whether they were dropped or not."""
         whole = {
             "method": self.method.name,
             "num_steps": self.num_steps,
@@ -982,6 +1070,7 @@ class NaturalGradient(Optimizer):
             "likelihoods": self._capture.likelihoods.state(),
             "probing": self._capture.probing.state(),
             "refreshes": self._refresh_log.plain(),
+            "guard": None if self._watch is None else self._watch.state(),
         }
         blocks, motions = self._network.separate_blocks(), self._network.motions
         return to_torch(super().state_dict(), self.param_groups, self._layers, blocks, motions, whole)
@@ -1037,6 +1126,9 @@ class NaturalGradient(Optimizer):
             self._by_turns = saved.whole["turns"]
         if self._settings.first_interval == AUTO:
             self._least = saved.whole.get("first_interval", 1)
+        if self._watch is not None:
+            self._watch.load(saved.whole.get("guard"))
+            self._rules_of = []
         self._schedule = self._new_schedule()
         self._capture.clear()
         self._arm()
