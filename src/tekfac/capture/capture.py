@@ -292,6 +292,8 @@ class Capture:
 
     def clear(self) -> None:
         """Let go of what was captured."""
+        if self.passes:
+            self.likelihoods.speaker = self._speaker
         self._batches, self._unfinished, self.problems = {}, [], []
         self.passes = self.samples = 0
         self.tallies = {}
@@ -299,7 +301,6 @@ class Capture:
         self._hooks.predictions = {}
         self._loss_scale = 1.0
         self._adds_up = True
-        self.likelihoods.speaker = self._speaker
         for kept in self._kept:
             kept.keep()
 

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
+import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -139,8 +140,10 @@ class Listener(Protocol):
         ...
 
 
-_of_models: weakref.WeakKeyDictionary[nn.Module, weakref.WeakSet[ModelHooks]] = weakref.WeakKeyDictionary()
-"""Those that watch a model in training."""
+_in_training: weakref.WeakSet[ModelHooks] = weakref.WeakSet()
+"""Those that watch a model in training, of all models and threads."""
+
+_one_at_a_time = threading.Lock()
 
 
 class ModelHooks:
@@ -184,23 +187,28 @@ class ModelHooks:
         self._armed_for: tuple[Layer, ...] = ()
         self._handles: list[RemovableHandle] = []
         if only_training:
-            self._put_others_to_sleep(model)
+            self._put_others_to_sleep()
         weakref.finalize(self, _remove, self._handles, self._eager)
 
-    def _put_others_to_sleep(self, model: nn.Module) -> None:
+    def _put_others_to_sleep(self) -> None:
         """Take the hooks of older ones off the model: a stored traceback may keep some alive for ever."""
-        others = _of_models.setdefault(model, weakref.WeakSet())
+        others = self._of_same_model()
         for other in others:
             other.asleep |= other.armed
             other.disarm()
         self.number = 1 + max((other.number for other in others), default=0)
-        others.add(self)
+        with _one_at_a_time:
+            _in_training.add(self)
+
+    def _of_same_model(self) -> list[ModelHooks]:
+        model = self._model()
+        with _one_at_a_time:
+            return [other for other in _in_training if other is not self and other._model() is model]
 
     @property
     def is_alone(self) -> bool:
         """Whether nothing else watches the model in training that has not been let go of."""
-        model = self._model()
-        return model is None or len(_of_models.get(model, ())) <= 1
+        return not self._of_same_model()
 
     @property
     def armed(self) -> bool:

@@ -496,10 +496,12 @@ class NaturalGradient(Optimizer):
         self._step_or_skip(value, None)
         self._settle()
         watch.after_step(self._skipped_in_a_row)
-        if self._skipped_in_a_row and (self._diverged or self._skipped_in_a_row >= watch.settings.patience):
-            are_lost = "parameters are no longer finite"
-            self._go_back(watch, are_lost if self._diverged else f"{self._skipped_in_a_row} steps were skipped")
-        elif not self._skipped_in_a_row and watch.wants_snapshot(self._num_steps):
+        in_a_row = self._skipped_in_a_row
+        if in_a_row and any(self._ranks.gather(self._diverged)):  # of which each may have parts
+            self._go_back(watch, "parameters are no longer finite")
+        elif in_a_row >= watch.settings.patience:
+            self._go_back(watch, f"{in_a_row} steps in a row were skipped")
+        elif not in_a_row and watch.wants_snapshot(self._num_steps):
             watch.keep(self._snapshot())
 
     def _snapshot(self) -> Snapshot:
