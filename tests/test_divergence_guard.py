@@ -359,6 +359,18 @@ def test_what_is_no_guard_is_refused() -> None:
         TEKFAC.natural(mlp(), damping=LevenbergMarquardt(), guard=True)
 
 
+def test_a_loss_that_is_no_single_number_is_refused_and_no_step_taken() -> None:
+    model = mlp()
+    optimizer = TEKFAC(model, guard=True)
+    for loss, told in ((torch.zeros(2), r"a tensor \[2\]"), ("low", "'low'")):
+        backward(model, vectors(1)[0])
+        optimizer.report_loss(loss)  # type: ignore[arg-type]
+        with pytest.raises(ValueError, match=f"Invalid loss: {told}. Expected a single number"):
+            optimizer.step()
+        optimizer.zero_grad()
+    assert optimizer.num_steps == 0
+
+
 def test_without_a_guard_a_loss_that_is_told_is_not_looked_at() -> None:
     model = mlp()
     optimizer = KFAC(model)

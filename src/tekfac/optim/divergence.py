@@ -70,6 +70,22 @@ def _copied(value: Any) -> Any:
     return [_copied(own) for own in value] if isinstance(value, list | tuple) else value
 
 
+def as_number(loss: Any) -> float:
+    """A loss that was told, or that a closure gave; waits for the device that it is on.
+
+    Raises:
+        ValueError: for what is no single number.
+    """
+    try:
+        return float(torch.as_tensor(loss).detach())
+    except (RuntimeError, TypeError, ValueError) as error:
+        shown = f"a tensor {list(loss.shape)}" if isinstance(loss, Tensor) else repr(loss)
+        raise ValueError(
+            f"Invalid loss: {shown}. Expected a single number, from the closure of step(closure) or by "
+            "report_loss(loss), for the guard to look at; no step was taken."
+        ) from error
+
+
 @dataclass
 class Losses:
     """What is known of the losses so far, and what was done about them.

@@ -36,7 +36,7 @@ from tekfac.likelihoods import Likelihood
 from tekfac.methods import Method, natural_settings, paper_settings
 from tekfac.optim import messages
 from tekfac.optim.closures import Evaluation
-from tekfac.optim.divergence import OF_SCHEDULES, Snapshot, Watch, raised
+from tekfac.optim.divergence import OF_SCHEDULES, Snapshot, Watch, as_number, raised
 from tekfac.optim.first_order import adam_directions
 from tekfac.optim.health import Health, health_of
 from tekfac.optim.model_layers import ModelLayers
@@ -487,7 +487,7 @@ class NaturalGradient(Optimizer):
         """Take a step, or go back."""
         reported = watch.take_loss()
         seen = reported if loss is None else loss
-        value = None if seen is None else float(torch.as_tensor(seen).detach())
+        value = None if seen is None else as_number(seen)
         if watch.good is None:
             watch.keep(self._snapshot())
         if watch.judge(self._ranks.gather(value)):
