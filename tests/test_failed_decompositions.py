@@ -14,11 +14,26 @@ from tekfac import TEKFAC
 from tekfac.curvature.eigenbasis import Turn
 from tekfac.curvature.symmetric import JITTERS, DecompositionError, symmetric_eigen
 from tekfac.optim.natural_gradient import NaturalGradient
-from training import assert_identical, mlp, through_a_file, train, vectors
+from training import assert_identical, both_steps, maker, mlp, through_a_file, train, vectors
 
 Eigh = Callable[[Tensor], tuple[Tensor, Tensor]]
 EIGH: Eigh = torch.linalg.eigh
 EVERY_STEP = {"factors_every": 1, "basis_every": 1}
+
+
+def with_one_twice(vectors: Tensor) -> Tensor:
+    return torch.cat([vectors[..., :1], vectors[..., :1], vectors[..., 2:]], dim=-1)
+
+
+BENT: dict[str, Callable[[Tensor], Tensor]] = {
+    "nan": lambda vectors: vectors * float("nan"),
+    "too long": lambda vectors: vectors * 1.01,
+    "zero": torch.zeros_like,
+    "one twice": with_one_twice,
+    "one too short": lambda vectors: torch.cat([0.99 * vectors[..., :1], vectors[..., 1:]], dim=-1),
+    "askew": lambda vectors: vectors + 0.01 * vectors.roll(1, dims=-1),
+}
+"""What decompositions may give, without an error, that are none."""
 
 
 class Failing:
@@ -34,7 +49,7 @@ class Failing:
             if self.how == "error":
                 raise torch.linalg.LinAlgError("linalg.eigh: the algorithm failed to converge")
             values, vectors = EIGH(matrix)
-            return values, vectors * float("nan")
+            return values, BENT[self.how](vectors)
         return EIGH(matrix)
 
 
@@ -44,7 +59,7 @@ def matrix() -> Tensor:
     return root @ root.T
 
 
-@pytest.mark.parametrize("how", ["error", "nan"])
+@pytest.mark.parametrize("how", ["error", *BENT])
 def test_a_failure_is_retried_in_float64_then_with_growing_jitter(
     how: str, matrix: Tensor, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -112,6 +127,39 @@ def test_the_old_basis_is_kept_and_counted_and_training_goes_on(
     train(model, optimizer, data[2:])
     assert optimizer.failed_refreshes == 2
     assert statistics(optimizer)["0"].basis is not old["0"].basis
+
+
+@pytest.mark.every_pair
+@both_steps
+@pytest.mark.parametrize("how", BENT)
+@pytest.mark.parametrize("method", METHODS)
+def test_finite_vectors_that_are_not_orthogonal_are_not_taken(
+    method: type[NaturalGradient], how: str, step: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, data = mlp(), vectors(2)
+    optimizer = maker(method, step)(model, interval_growth=None, **EVERY_STEP)
+    train(model, optimizer, data[:1])
+    old = {name: own.basis for name, own in statistics(optimizer).items()}
+    monkeypatch.setattr(torch.linalg, "eigh", Failing(None, how))
+    train(model, optimizer, data[1:])
+    assert optimizer.num_steps == 2
+    assert optimizer.failed_refreshes == 2
+    for name, own in statistics(optimizer).items():
+        assert torch.equal(own.basis.vectors_in, old[name].vectors_in)
+        assert torch.equal(own.basis.vectors_out, old[name].vectors_out)
+
+
+@pytest.mark.parametrize("groups", [1, 5])
+@pytest.mark.parametrize("dim", [1, 2, 5, 40, 300])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_sound_decompositions_of_every_size_are_taken_at_once(
+    dim: int, groups: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    root = torch.randn(groups, dim, max(1, dim // 2), dtype=dtype)  # so that many eigenvalues are 0
+    eigh = Failing(0)
+    monkeypatch.setattr(torch.linalg, "eigh", eigh)
+    symmetric_eigen(root @ root.mT)
+    assert len(eigh.seen) == 1
 
 
 def test_theta_goes_on_in_the_kept_basis(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,6 +14,7 @@ __all__ = ["EKFAC", "KFAC", "TEKFAC", "TKFAC", "__version__", "explain", "fisher
 if TYPE_CHECKING:
     from tekfac import damping as damping
     from tekfac import fisher
+    from tekfac import guard as guard
     from tekfac import layers as layers
     from tekfac import likelihoods as likelihoods
     from tekfac import methods as methods
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
     from tekfac.layers.registry import register_layer
     from tekfac.optimizers import EKFAC, KFAC, TEKFAC, TKFAC
 else:
-    _MODULES = ("damping", "fisher", "layers", "likelihoods", "methods")
+    _MODULES = ("damping", "fisher", "guard", "layers", "likelihoods", "methods")
     _HOMES = {
         **dict.fromkeys(("EKFAC", "KFAC", "TEKFAC", "TKFAC"), "tekfac.optimizers"),
         "explain": "tekfac.explanation",

@@ -139,6 +139,7 @@ class Capture:
         may_be_summed: bool = False,
         squaring: Squaring | None = None,
         only_training: bool = True,
+        owner: str = "",
     ) -> None:
         """Watch nothing yet.
 
@@ -154,6 +155,7 @@ class Capture:
                 random signs will do.
             squaring: what is kept of such sums, if that is less than their gradients.
             only_training: whether only passes in training mode count.
+            owner: what the optimizer is called, for messages where a model has several.
         """
         seed = ranks.gather(torch.initial_seed())[0] if measurement.seed is None else measurement.seed
         self.problems: list[str] = []
@@ -169,6 +171,7 @@ class Capture:
         self._kept = self.sampling, self.choosing, self.likelihoods, self.probing
         self._measurement = measurement
         self._ranks = ranks
+        self._owner = owner
         self._grad_scaler = grad_scaler
         self._statistics_samples: StatisticsSamples = statistics_samples
         self._may_be_summed = may_be_summed and statistics_samples == "auto"
@@ -209,6 +212,11 @@ class Capture:
         self._measurements = measurements
         wanted = self._layers if names is None else {n: self._layers[n] for n in names if n in self._layers}
         self._hooks.arm(wanted.values())
+
+    @property
+    def asleep(self) -> bool:
+        """Whether it watches nothing since a newer one came to the model."""
+        return self._hooks.asleep
 
     def disarm(self) -> None:
         """Note no forward pass any more. What was captured stays."""
@@ -284,6 +292,8 @@ class Capture:
 
     def clear(self) -> None:
         """Let go of what was captured."""
+        if self.passes:
+            self.likelihoods.speaker = self._speaker
         self._batches, self._unfinished, self.problems = {}, [], []
         self.passes = self.samples = 0
         self.tallies = {}
@@ -304,8 +314,8 @@ class Capture:
         """Roll back passes whose gradients are gone: model.zero_grad() was called and no step was taken."""
         # Of a sharded model all processes have to ask, also those whose part of a batch left nothing.
         is_sharded = self._hooks.is_sharded
-        noted = self.passes if is_sharded else self._batches or self._unfinished
-        if not (noted or self.problems) or not self._only_training or not self._adds_up:
+        # A pass that has failed may have left nothing but the numbers that were drawn for it.
+        if not (self.passes or self.problems) or not self._only_training or not self._adds_up:
             return
         gradients = (p.grad for layer in self._layers.values() for p in layer.parameters)
         are_gone = all(gradient is None or not bool(own_part(gradient).any()) for gradient in gradients)
@@ -686,4 +696,12 @@ class Capture:
     def _warn_once(self, message: str) -> None:
         if message not in self._warned:
             self._warned.add(message)
-            logger.warning("%s", message[0].upper() + message[1:] + ("" if message.endswith("?") else "."))
+            message = message[0].upper() + message[1:] + ("" if message.endswith("?") else ".")
+            logger.warning("%s%s", self._speaker, message)
+
+    @property
+    def _speaker(self) -> str:
+        """Whose messages these are, where the model has several optimizers that were not let go of."""
+        if not self._owner or self._hooks.is_alone:
+            return ""
+        return f"{self._owner}, optimizer no. {self._hooks.number} of this model: "

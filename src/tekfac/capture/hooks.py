@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
+import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -139,6 +140,12 @@ class Listener(Protocol):
         ...
 
 
+_in_training: weakref.WeakSet[ModelHooks] = weakref.WeakSet()
+"""Those that watch a model in training, of all models and threads."""
+
+_one_at_a_time = threading.Lock()
+
+
 class ModelHooks:
     """Hooks on a model and on the modules of its layers, there only while they are armed.
 
@@ -146,6 +153,8 @@ class ModelHooks:
         progress: how far the passes since the last call of `arm` have come.
         predictions: of the last forward pass; kept only where not only training is watched.
         is_sharded: whether fully_shard has cut the model's parameters.
+        asleep: whether the hooks were taken off since others came to the model; `arm` puts them on again.
+        number: in the order in which they came to it; 0: of those that watch not only training.
 
     An optimizer watches forward passes in training mode whose backward pass leads to parameters. With
     `only_training=False` the mode does not matter, and a backward pass that ends at the outputs will do.
@@ -161,6 +170,7 @@ class ModelHooks:
         only_training: bool,
     ) -> None:
         self.progress = NOT_CALLED
+        self.asleep, self.number = False, 0
         self.predictions: Mapping[str, Tensor] = {}
         self.is_sharded = any(map(is_sharded, model.parameters()))
         self._model = weakref.ref(model)
@@ -176,7 +186,29 @@ class ModelHooks:
         self._depth = 0
         self._armed_for: tuple[Layer, ...] = ()
         self._handles: list[RemovableHandle] = []
+        if only_training:
+            self._put_others_to_sleep()
         weakref.finalize(self, _remove, self._handles, self._eager)
+
+    def _put_others_to_sleep(self) -> None:
+        """Take the hooks of older ones off the model: a stored traceback may keep some alive for ever."""
+        others = self._of_same_model()
+        for other in others:
+            other.asleep |= other.armed
+            other.disarm()
+        self.number = 1 + max((other.number for other in others), default=0)
+        with _one_at_a_time:
+            _in_training.add(self)
+
+    def _of_same_model(self) -> list[ModelHooks]:
+        model = self._model()
+        with _one_at_a_time:
+            return [other for other in _in_training if other is not self and other._model() is model]
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether nothing else watches the model in training that has not been let go of."""
+        return not self._of_same_model()
 
     @property
     def armed(self) -> bool:
@@ -194,7 +226,7 @@ class ModelHooks:
         model = self._model()
         if model is None:
             return
-        self.progress = NOT_CALLED
+        self.progress, self.asleep = NOT_CALLED, False
         self._eager.arm(model)
         layers = tuple(layers)
         if self.armed and len(layers) == len(self._armed_for) and all(map(is_, layers, self._armed_for)):

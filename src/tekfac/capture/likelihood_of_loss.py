@@ -82,7 +82,11 @@ class _Known:
 
 
 class LikelihoodsOfLosses:
-    """Tells the likelihood of a prediction when the gradient of its loss arrives."""
+    """Tells the likelihood of a prediction when the gradient of its loss arrives.
+
+    Attributes:
+        speaker: put before messages; empty where it is clear whose they are.
+    """
 
     def __init__(self, setting: Any, ranks: Ranks = ALONE) -> None:
         """Know nothing of any loss yet.
@@ -91,6 +95,7 @@ class LikelihoodsOfLosses:
             setting: "auto", what `as_likelihood` takes, or a mapping of names of predictions to such.
             ranks: the processes that have a part of every batch each, and agree.
         """
+        self.speaker = ""
         self._ranks = ranks
         self._for_all: Likelihood | None = None
         self._named: dict[str, Likelihood | None] = {}
@@ -170,9 +175,9 @@ class LikelihoodsOfLosses:
         """What was seen so far stays seen; what it tells is said."""
         for name, known in self._known.items():
             if known.now is not None:
-                _tell(name, known.now, known.likelihood, self.set_for(name))
+                _tell(self.speaker, name, known.now, known.likelihood, self.set_for(name))
             elif known.here and known.seen == IN_VAIN and known.likelihood is self.set_for(name) is None:
-                logger.info("%s", _in_vain(name))
+                logger.info("%s%s", self.speaker, _in_vain(name))
         self._known = {name: known.after_step() for name, known in self._known.items()}
         self._before = dict(self._known)
 
@@ -228,7 +233,9 @@ def _as_set(value: Any) -> Likelihood | None:
     return None if isinstance(value, str) and value == AUTO else as_likelihood(value)
 
 
-def _tell(name: str, found: Likelihood, before: Likelihood | None, explicit: Likelihood | None) -> None:
+def _tell(
+    speaker: str, name: str, found: Likelihood, before: Likelihood | None, explicit: Likelihood | None
+) -> None:
     """Say what was found, once; and what speaks against what was set."""
     of = f" of the prediction {name!r}" if name else ""
     if found == before:
@@ -236,7 +243,8 @@ def _tell(name: str, found: Likelihood, before: Likelihood | None, explicit: Lik
     if explicit is not None:
         if found is not UNKNOWN and type(found) is not type(explicit):
             logger.warning(
-                "The loss%s is that of %s, but likelihood=%r was set. Leave it out to have it found.",
+                "%sThe loss%s is that of %s, but likelihood=%r was set. Leave it out to have it found.",
+                speaker,
                 of,
                 in_words(found),
                 type(explicit).__name__.lower(),
@@ -244,7 +252,7 @@ def _tell(name: str, found: Likelihood, before: Likelihood | None, explicit: Lik
         return
     level = logging.INFO if before is None else logging.WARNING
     now = "" if before is None else f" no longer that of {in_words(before)}, but"
-    logger.log(level, "The loss%s is%s that of %s.", of, now, in_words(found))
+    logger.log(level, "%sThe loss%s is%s that of %s.", speaker, of, now, in_words(found))
 
 
 def _in_vain(name: str) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from functools import partial
 from pathlib import Path
 
 from tekfac.cli import run_arguments
@@ -96,6 +97,7 @@ def run(options: argparse.Namespace) -> None:
             checkpoint_seconds=options.checkpoint_every,
             tensorboard=options.tensorboard,
             watch=watch,
+            tell=partial(bars.console.print, markup=False),  # which may have brackets
         )
     if not is_first:
         return

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -9,6 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from tekfac.common.memory import OUT_OF_MEMORY, is_out_of_memory
 from tekfac.common.phases import Phase
 from tekfac.curvature.averages import Average
 from tekfac.curvature.eigenbasis import Eigenbasis, Turn, decompose, standard_basis
@@ -17,6 +19,11 @@ from tekfac.curvature.rescaling import RescalingRule, product_of_eigenvalues, su
 from tekfac.curvature.symmetric import DecompositionError
 from tekfac.layers.batch import FormedBatch, KeptRows, RowSource
 from tekfac.layers.layer import Layer
+
+logger = logging.getLogger("tekfac")
+
+STUBBORN = "no decomposition of its factors succeeded, not in float64 either"
+"""Why a basis was not renewed."""
 
 OLDEST = 10
 """Steps that an interval counts at most, where decays are per step: of few measurements more of them count."""
@@ -114,6 +121,25 @@ class Due:
 NOTHING = Due(factors=False, basis=False, rescaling=False)
 
 
+class Brought(NamedTuple):
+    """What a refresh has brought.
+
+    Attributes:
+        factors: whether moments of at least one sample.
+        basis: whether an eigenbasis of the present factors, new or found good.
+        rescaling: whether second moments in that basis, of at least one sample.
+        failure: what kept the basis from being renewed, in words.
+    """
+
+    factors: bool = False
+    basis: bool = False
+    rescaling: bool = False
+    failure: str = ""
+
+
+NOTHING_KNOWN = Brought()
+
+
 @dataclass(frozen=True)
 class LayerCurvature:
     """An approximate Fisher block, Q diag(S) Q^T; a value that is never changed.
@@ -125,13 +151,15 @@ class LayerCurvature:
         moments: running average of the moments.
         basis: the eigenbasis in use.
         theta: running average of the second moments in that basis; None for products of eigenvalues.
-        failed_refreshes: how often a decomposition failed and an older basis was kept.
+        failed_refreshes: how often a refresh failed and an older basis was kept.
+        brought: by the refresh that made it; nothing is known of one that was loaded.
     """
 
     moments: Average[KroneckerFactors]
     basis: Eigenbasis
     theta: Average[tuple[Tensor]] | None
     failed_refreshes: int = 0
+    brought: Brought = NOTHING_KNOWN
 
     @property
     def rescaling(self) -> Tensor:
@@ -172,19 +200,37 @@ def refreshed(
 ) -> LayerCurvature | None:
     """The curvature after one more batch: factors, basis, re-scaling, in the order of Algorithm 1.
 
-    A layer seen for the first time gets all three, whatever is due; None if it was never seen.
+    A layer seen for the first time gets all three, whatever is due; None if it was never seen. Where there is
+    not enough memory all stays as it was, and the refresh counts as failed.
 
     Raises:
         NonFiniteStatisticsError: if the batch leads to numbers that are not finite.
     """
     steps = refreshing(old, batches, due, recipe)
     answer: Any = None
-    while True:
-        try:
-            asked = steps.send(answer)
-        except StopIteration as end:
-            return end.value  # type: ignore[no-any-return]
-        answer = asked if isinstance(asked, Addends) else decomposed(asked, recipe)
+    try:
+        while True:
+            try:
+                asked = steps.send(answer)
+            except StopIteration as end:
+                return end.value  # type: ignore[no-any-return]
+            answer = asked if isinstance(asked, Addends) else decomposed(asked, recipe)
+    except OUT_OF_MEMORY as error:
+        if not is_out_of_memory(error):
+            raise
+    return _without_memory(old)
+
+
+def _without_memory(old: LayerCurvature | None) -> LayerCurvature | None:
+    """What a refresh leaves for which there was not enough memory: all as it was, and counted."""
+    if old is None:
+        logger.warning(
+            "There was not enough memory to measure the curvature of a layer for the first time. It is tried "
+            "again; a smaller max_dim, memory_budget or statistics_samples takes less."
+        )
+        return None
+    failed = Brought(failure="there was not enough memory")
+    return replace(old, failed_refreshes=old.failed_refreshes + 1, brought=failed)
 
 
 def refreshing(
@@ -198,11 +244,11 @@ def refreshing(
     if old is None:
         due = Due(factors=True, basis=True, rescaling=True)
     rows = [KeptRows(batch) for batch in batches]
-    moments = None if old is None else old.moments
+    moments, brought = None if old is None else old.moments, NOTHING_KNOWN
     if due.factors:
         found = yield _moment_sums(rows, recipe)
         if found.terms:
-            moments = _averaged(old, found, due, recipe)
+            moments, brought = _averaged(old, found, due, recipe), brought._replace(factors=True)
     if moments is None:
         return None
     basis, theta = (None, None) if old is None else (old.basis, old.theta)
@@ -210,8 +256,10 @@ def refreshing(
     if due.basis or basis is None:
         factors = recipe.factors.read(moments.values)
         new_basis = yield Decomposition(factors, basis)
+        brought = brought._replace(basis=new_basis is not None)
         if new_basis is None:
             failures += 1
+            brought = brought._replace(failure=STUBBORN)
             new_basis = basis or standard_basis(factors)
         if theta is not None and basis is not None and new_basis is not basis:
             theta = replace(theta, values=(Turn.of(basis, new_basis).diagonal(theta.values[0]),))
@@ -223,7 +271,8 @@ def refreshing(
             require_finite(*measured)
             past = recipe.past_rescaling(due.age_of_rescaling)
             theta = Average.of(measured) if theta is None else theta.updated(measured, past)
-    return LayerCurvature(moments, basis, theta, failures)
+            brought = brought._replace(rescaling=True)
+    return LayerCurvature(moments, basis, theta, failures, brought)
 
 
 def decomposed(asked: Decomposition, recipe: Recipe) -> Eigenbasis | None:

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tekfac.common.memory import OUT_OF_MEMORY, is_out_of_memory
 from tekfac.common.phases import Phase
 from tekfac.curvature import symmetric
 from tekfac.curvature.eigenbasis import Eigenbasis, decompose_side
@@ -174,7 +175,9 @@ def _own_part(asked: Mapping[str, Decomposition], part: Part, recipe: Recipe) ->
     factor, old = _factor(asked, part), _old_vectors(asked, part)
     try:
         values, vectors = decompose_side(factor, old, recipe.basis_tolerance, recipe.track_basis)
-    except DecompositionError:
+    except (DecompositionError, *OUT_OF_MEMORY) as error:
+        if not isinstance(error, DecompositionError) and not is_out_of_memory(error):
+            raise
         return _Decomposed(FAILED, *symmetric.axes(factor))
     if vectors is old:
         return _Decomposed(KEPT, values, vectors)

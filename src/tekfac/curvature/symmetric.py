@@ -13,6 +13,7 @@ the same form. Which form a side gets is decided in layers/side_forms.py. See do
 
 from __future__ import annotations
 
+import functools
 import logging
 import math
 from typing import NamedTuple
@@ -21,6 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from tekfac.common.memory import is_out_of_memory
 from tekfac.curvature import frequencies
 
 logger = logging.getLogger("tekfac")
@@ -36,6 +38,9 @@ SHIFT = 1e-3
 
 LEAST_KEPT = 0.1
 """Of a vector's length that has to be orthogonal to those before it: else float32 would not do."""
+
+FEW = 16
+"""Dimensions up to which calls take longer than their arithmetic."""
 
 JITTERS = (1e-6, 1e-4, 1e-2)
 """Multiples of the mean eigenvalue that are tried, in turn, on the diagonal of a stubborn matrix."""
@@ -325,16 +330,44 @@ def symmetric_eigen(matrix: Tensor) -> tuple[Tensor, Tensor]:
         try:
             values, vectors = torch.linalg.eigh(candidate)
         except RuntimeError as error:  # torch.linalg.LinAlgError is one
+            if is_out_of_memory(error):
+                raise
             logger.info("Eigendecomposition of a %s matrix failed %s: %s", tuple(matrix.shape), how, error)
             continue
-        if bool(torch.isfinite(values.sum() + vectors.sum())):
+        if bool(_error_of(vectors) + 0 * values.sum() <= torch.finfo(dtype).eps ** 0.5):
             values = (values - added).clamp_min(0).to(matrix.dtype) * unit[..., 0]
             return values, vectors.to(matrix.dtype)
-        logger.info("Eigendecomposition of a %s matrix gave non-finite numbers %s", tuple(matrix.shape), how)
+        problem = "gave numbers that are not finite, or no orthogonal vectors,"
+        logger.info("Eigendecomposition of a %s matrix %s %s", tuple(matrix.shape), problem, how)
     raise DecompositionError(
         f"No eigendecomposition of a {tuple(matrix.shape)} matrix succeeded, not in float64 and not "
         f"with {JITTERS[-1]:g} of its mean eigenvalue added to the diagonal."
     )
+
+
+def _error_of(vectors: Tensor) -> Tensor:
+    """How far the largest entry of Q^T Q x is from that of x, for one x that is 0 nowhere; NaN where Q is.
+
+    All products of the vectors with each other would take a tenth of a decomposition's time.
+    """
+    dim = vectors.shape[-1]
+    if not vectors.numel():
+        return vectors.sum()
+    x = _probe(dim, vectors.dtype, vectors.device)
+    if dim > FEW and vectors.numel() > dim**2:  # where many products with a vector each take longer
+        there_and_back = (vectors * (vectors * x.mT).sum(-1, keepdim=True)).sum(-2)[..., None]
+    else:
+        there_and_back = vectors.mT @ (vectors @ x)
+    error: Tensor = torch.linalg.vector_norm(there_and_back - x, torch.inf)
+    return error
+
+
+@functools.lru_cache(maxsize=256)
+def _probe(dim: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Numbers between 1 and 2 in size, of changing signs, no two of them alike, [d, 1]."""
+    places = torch.arange(dim, dtype=torch.float64)
+    found = (1 + (places * 0.6180339887) % 1) * (1 - 2 * ((places * 0.7548776662) % 1 < 0.5).double())
+    return found[:, None].to(device, dtype)
 
 
 def _power_of_two_above(matrix: Tensor) -> Tensor:

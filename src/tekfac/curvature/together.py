@@ -124,6 +124,7 @@ def _separated(whole: LayerCurvature, groups: list[int], failures: list[int]) ->
             Eigenbasis(*own_basis),
             None if own_theta is None or whole.theta is None else whole.theta.holding((own_theta[0],)),
             failed,
+            whole.brought,
         )
         for own_moments, own_basis, own_theta, failed in zip(moments, bases, thetas, failures, strict=True)
     ]

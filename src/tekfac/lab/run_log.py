@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
 from typing import Any, Self
 
@@ -38,7 +38,9 @@ class Line:
             "str": lambda name: str(line.get(name)),
             "Mapping[str, float]": lambda _: {part: _number(line, part) for part in PARTS},
         }
-        made = cls(**{field.name: read[str(field.type)](field.name) for field in fields(cls)})
+        later = {own.name for own in fields(cls) if own.default is not MISSING and own.name not in line}
+        named = [own for own in fields(cls) if own.name not in later]
+        made = cls(**{own.name: read[str(own.type)](own.name) for own in named})
         strange = line.keys() - made.plain().keys()
         if strange:
             raise ValueError(f"unknown {', '.join(map(repr, sorted(strange)))}")
@@ -87,6 +89,11 @@ class LayerEpoch(Line):
         condition: number, of the damped block.
         staleness: steps since the eigenbasis was due.
         failed_refreshes: of its eigenbasis so far.
+        age_of_factors: steps since a refresh that brought statistics.
+        age_of_basis: steps since factors were decomposed.
+        empty_refreshes: due ones that brought no statistics, so far.
+
+    The last three are nan in logs that were written before there were any.
     """
 
     epoch: int
@@ -97,6 +104,16 @@ class LayerEpoch(Line):
     condition: float
     staleness: int
     failed_refreshes: int
+    age_of_factors: float = math.nan
+    age_of_basis: float = math.nan
+    empty_refreshes: float = math.nan
+
+
+OF_LAYERS = (
+    *("trace", "damping", "condition", "staleness"),
+    *("age_of_factors", "age_of_basis", "empty_refreshes", "failed_refreshes"),
+)
+"""What TensorBoard gets of every layer."""
 
 
 def _number(line: Mapping[str, Any], name: str) -> float:
@@ -129,7 +146,7 @@ class TensorBoard:
         }
         for layer in layers:
             own = layer.plain()
-            for name in ("trace", "damping", "condition", "staleness"):
+            for name in OF_LAYERS:
                 scalars[f"{name}/{layer.layer}"] = own[name]
         for name, value in scalars.items():
             if value is not None:

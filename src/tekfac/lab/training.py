@@ -6,6 +6,7 @@ its part of every batch, and only the first one writes.
 
 from __future__ import annotations
 
+import logging
 import math
 import signal
 import time
@@ -33,6 +34,8 @@ from tekfac.lab.run_folder import RunFolder
 from tekfac.lab.run_log import Epoch, LayerEpoch, TensorBoard
 from tekfac.optim.natural_gradient import NaturalGradient
 from tekfac.ranks.launched import joined
+
+logger = logging.getLogger("tekfac")
 
 CHECKPOINT_SECONDS = 120.0
 """How much work may be lost, unless the user says otherwise."""
@@ -73,6 +76,7 @@ def train(
     checkpoint_seconds: float = CHECKPOINT_SECONDS,
     tensorboard: bool = False,
     watch: Watcher | None = None,
+    tell: Callable[[str], None] | None = None,
     data: DataSet | None = None,
 ) -> dict[str, Any]:
     """Train as the config says, and leave everything about it in the folder.
@@ -86,6 +90,7 @@ def train(
         checkpoint_seconds: time between checkpoints; 0 for one after every step.
         tensorboard: also write TensorBoard's event files.
         watch: called now and then with the progress.
+        tell: called with a line where something is off with the optimizer's curvature; the log has it, too.
         data: what the config names, if it has been read already.
 
     Returns:
@@ -126,6 +131,7 @@ def train(
                 return ended
             config = _with_threads(config)
             training = _Training(run, config, data, crew, checkpoint_seconds, tensorboard, interruption)
+            training.tell = tell
             if is_new:
                 where = provenance(command, choose(config.device))
                 together = {"processes": crew.count} if crew.count > 1 else {}
@@ -204,6 +210,8 @@ class _Training:
         self.accuracies: list[float] = []
         self.checkpoint_seconds = checkpoint_seconds
         self.events = TensorBoard(folder.events) if tensorboard and crew.is_first else None
+        self.tell: Callable[[str], None] | None = None
+        self.told: set[str] = set()
         self._restore()
 
     @property
@@ -277,6 +285,8 @@ class _Training:
         with self.clock.part("backward"):
             (loss if own.weight == 1 else loss * own.weight).backward()  # type: ignore[no-untyped-call]
         with self.clock.part("update"):
+            if isinstance(self.optimizer, NaturalGradient):
+                self.optimizer.report_loss(loss)
             self.optimizer.step()
         if own.counts:
             self.sums.add(loss.detach(), outputs.detach(), own.labels)
@@ -317,20 +327,33 @@ class _Training:
             self.events.write(epoch, layers)
 
     def _layers(self) -> list[LayerEpoch]:
+        """The curvature of the layers; what is off with it is told, once of each kind."""
         if not isinstance(self.optimizer, NaturalGradient):
             return []
+        health, staleness = self.optimizer.health(), self.optimizer.steps_since_refresh
+        for problem in health.problems:
+            if problem.kind not in self.told:
+                self.told.add(problem.kind)
+                words = f"Epoch {self.epoch}, layer {problem.layer!r}: {problem.advice}"
+                logger.warning("%s", words)
+                if self.tell is not None:
+                    self.tell(words)
         return [
             LayerEpoch(
                 epoch=self.epoch,
                 step=self.step,
-                layer=name,
-                trace=signals.trace,
-                damping=signals.damping,
-                condition=signals.condition,
-                staleness=self.optimizer.steps_since_refresh,
-                failed_refreshes=signals.failed_refreshes,
+                layer=own.layer,
+                trace=own.trace,
+                damping=own.damping,
+                condition=own.condition,
+                staleness=staleness,
+                failed_refreshes=own.failed_refreshes,
+                age_of_factors=math.nan if own.age_of_factors is None else own.age_of_factors,
+                age_of_basis=math.nan if own.age_of_basis is None else own.age_of_basis,
+                empty_refreshes=own.empty_refreshes,
             )
-            for name, signals in self.optimizer.signals().items()
+            for own in health.layers
+            if not math.isnan(own.condition)  # of those that have a block
         ]
 
     def _tell(self, watch: Watcher | None) -> None:

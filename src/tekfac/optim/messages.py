@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from torch import Tensor
 
+from tekfac.curvature.layer_curvature import LayerCurvature
 from tekfac.layers.inventory import AS_MEANT, Inventory
 
 logger = logging.getLogger("tekfac")
@@ -103,17 +104,21 @@ def unseen_layers(optimizer: str, layers: Sequence[str], why: str) -> None:
     )
 
 
-def failed_refreshes(optimizer: str, before: Mapping[str, int], after: Mapping[str, int]) -> None:
-    """Layers whose decompositions have failed for good: at the first, 10th, 100th, ... time of each."""
-    for name, count in after.items():
-        if count > before.get(name, 0) and is_power_of_ten(count):
+def failed_refreshes(
+    optimizer: str, before: Mapping[str, LayerCurvature], after: Mapping[str, LayerCurvature]
+) -> None:
+    """Layers whose refreshes have failed for good: at the first, 10th, 100th, ... time of each."""
+    for name, block in after.items():
+        count = block.failed_refreshes
+        if count > (before[name].failed_refreshes if name in before else 0) and is_power_of_ten(count):
             logger.warning(
-                "%s could not decompose the factors of layer %r (time %d), not in float64 either: it goes on "
-                "with the basis that it has. Should that go on, look at its inputs, or leave it to first "
-                "order (first_order=[%r]).",
+                "%s could not refresh the curvature of layer %r (time %d): %s. It goes on with the basis that "
+                "it has. Should that go on, look at its inputs, lower max_dim where memory is short, or leave "
+                "it to first order (first_order=[%r]).",
                 optimizer,
                 name,
                 count,
+                block.brought.failure,
                 name,
             )
 
@@ -121,6 +126,32 @@ def failed_refreshes(optimizer: str, before: Mapping[str, int], after: Mapping[s
 def is_power_of_ten(count: int) -> bool:
     """Whether it is 1, 10, 100, ..."""
     return count > 0 and str(count).rstrip("0") == "1"
+
+
+def went_back(
+    optimizer: str, why: str, step: int, snapshot: int, length: float, damping: float, actions: int
+) -> None:
+    """A guard has acted."""
+    changes = [f"steps are {length:g} times as long now"] if length != 1 else []
+    changes += [f"damping is {damping:g} times as large"] if damping != 1 else []
+    logger.warning(
+        "The guard of %s went back from step %d to the snapshot of step %d (time %d): %s. %s.",
+        optimizer,
+        step,
+        snapshot,
+        actions,
+        why,
+        (" and ".join(changes) or "nothing else is changed").capitalize(),
+    )
+
+
+def given_up(optimizer: str, why: str, step: int, snapshot: int, actions: int) -> str:
+    """What is told where a guard has acted as often as it may."""
+    return (
+        f"Training diverges: the guard of {optimizer} has acted {actions} times and would have to once more "
+        f"after step {step}: {why}. The parameters are those of the snapshot of step {snapshot}. Look at the "
+        "data and the loss, lower lr, raise damping, or let it act more often: guard=Guard(at_most=...)."
+    )
 
 
 SKIPS_TOLD = 5

@@ -26,18 +26,23 @@ from tekfac.curvature.layer_curvature import Due, LayerCurvature, NonFiniteStati
 from tekfac.curvature.motion import LayerMotion, StepForm
 from tekfac.curvature.network import LayerSignals, NetworkCurvature
 from tekfac.curvature.rescaling import PRODUCT
+from tekfac.curvature.residuals import off_diagonal
 from tekfac.curvature.stacks import StepInputs
 from tekfac.damping import BetaReading, DampingRule, LevenbergMarquardt, as_rule
+from tekfac.guard import DivergenceError, Guard, as_guard
 from tekfac.layers.layer import Layer
 from tekfac.layers.side_forms import LargeDims, MaxDim
 from tekfac.likelihoods import Likelihood
 from tekfac.methods import Method, natural_settings, paper_settings
 from tekfac.optim import messages
 from tekfac.optim.closures import Evaluation
+from tekfac.optim.divergence import OF_SCHEDULES, Snapshot, Watch, as_number, raised
 from tekfac.optim.first_order import adam_directions
+from tekfac.optim.health import Health, health_of
 from tekfac.optim.model_layers import ModelLayers
 from tekfac.optim.param_groups import Selected, named, selected_parameters
 from tekfac.optim.quadratic_model import Move
+from tekfac.optim.refresh_log import RefreshLog
 from tekfac.optim.schedule import WORTH_TURNS, Intervals, Schedule, cost_of_refresh, first_interval
 from tekfac.optim.settings import (
     AUTO,
@@ -52,7 +57,7 @@ from tekfac.optim.settings import (
     require_finite_rates,
     resolve,
 )
-from tekfac.optim.skipping import Skipping, all_finite, in_words, squares_are_finite
+from tekfac.optim.skipping import Skipping, all_finite, in_words, longest_direction, squares_are_finite
 from tekfac.optim.state import SavedState, to_torch
 from tekfac.optim.step_control import judged_step
 from tekfac.optim.update import apply_update, kl_coefficient
@@ -127,6 +132,8 @@ class NaturalGradient(Optimizer):
         first_order_lr: float | None = None,
         first_order_step: FirstOrderStep = "adamw",
         param_groups: Iterable[Mapping[str, Any]] = (),
+        # what goes wrong
+        guard: bool | Guard = False,
         **unknown: Never,
     ) -> None:
         """Make the optimizer of a model; docs/settings.md says more of every keyword, and how to choose.
@@ -211,6 +218,8 @@ class NaturalGradient(Optimizer):
             first_order_lr: learning rate of what is not preconditioned; None: lr.
             first_order_step: what moves it: "adamw", or "sgd" with momentum.
             param_groups: groups with lr, momentum, weight_decay, damping or first_order of their own.
+            guard: whether to go back to the last good snapshot where training diverges, and on with shorter
+                steps; or a tekfac.guard.Guard. It looks at the loss of step(closure) or report_loss(loss).
             **unknown: there are no others; a misspelt one gets an error with the name that was probably meant.
 
         Raises:
@@ -263,6 +272,7 @@ class NaturalGradient(Optimizer):
             statistics_samples=settings.statistics_samples,
             may_be_summed=recipe.needs_only_gradients,
             squaring=recipe.squares if recipe.needs_only_moments else None,
+            owner=name,
         )
         self._reported: set[str] = set()
         self._attempts: dict[str, int] = {}
@@ -274,7 +284,10 @@ class NaturalGradient(Optimizer):
         self._layer_groups: Mapping[str, Mapping[str, Any]] = {}
         self._highest_lr: list[float] = []
         self._refresh_seconds = 0.0
+        self._refresh_log = RefreshLog()
         self._rejected_steps, self._reduction_ratio = 0, math.nan
+        guard_settings, self._diverged = as_guard(settings.guard), False
+        self._watch = None if guard_settings is None else Watch(guard_settings)
         self._is_made = False  # torch adds the first groups by the method that users add others with
         defaults = {
             "lr": lr,
@@ -327,6 +340,8 @@ class NaturalGradient(Optimizer):
         parameters = selected_parameters(model, param_group["params"], "add_param_group")
         before = sum(len(group["params"]) for group in self.param_groups)
         names = self._model_layers.present_names()
+        if self._is_made and self._watch is not None:
+            self._watch.forget()
         super().add_param_group(named({**param_group, "params": parameters}, names, before))
         for parameter in parameters:
             self.state[parameter]["step"] = 0
@@ -345,8 +360,11 @@ class NaturalGradient(Optimizer):
         if kept is None:
             return
         self._network.layers = self._layers
+        if self._watch is not None:
+            self._watch.forget()
         self._schedule = self._new_schedule()
         self._network.blocks = {n: block for n, block in self._network.blocks.items() if n in kept}
+        self._refresh_log.keep(kept)
         self._require_whole_layers()
         self._damping_rules()
         waiting = [n for n, layer in self._layers.items() if layer.weight.requires_grad]
@@ -378,8 +396,9 @@ class NaturalGradient(Optimizer):
         given = [(id(g), g["damping"], list(map(id, g["params"]))) for g in self.param_groups]
         if given != self._rules_of or self._rules.keys() != self._layers.keys():
             groups = self._group_of()
+            factor = 1.0 if self._watch is None else self._watch.losses.damping
             rules = {
-                name: as_rule(groups[layer.weight]["damping"], self._own_damping)
+                name: raised(as_rule(groups[layer.weight]["damping"], self._own_damping), factor)
                 for name, layer in self._layers.items()
             }
             self._network.check_rules(rules)
@@ -399,6 +418,7 @@ class NaturalGradient(Optimizer):
             "param groups with other damping": any(rule != judging[0] for rule in rules),
             "another step than the natural one": self._gathers or self._form.power != 1,
             "kl_clip": settings.kl_clip is not None,
+            "guard": self._watch is not None,
             "grad_scaler": settings.grad_scaler is not None,
             "several processes": self._ranks.count > 1 or self._is_sharded,
             "weight_decay (add a penalty to the loss)": any(
@@ -441,11 +461,84 @@ class NaturalGradient(Optimizer):
             with torch.enable_grad():
                 loss = closure()
         self._look_again_if_frozen_or_unfrozen()
+        if self._watch is not None:
+            self._step_on_watch(self._watch, loss)
+        else:
+            self._step_or_skip(loss if evaluation is None else evaluation.loss.detach(), evaluation)
+        return loss
+
+    def _step_or_skip(self, loss: object, evaluation: Evaluation | None) -> None:
         with without_autocast(next(iter(self._names)).device):
-            problem = self._try_step(loss if evaluation is None else evaluation.loss.detach(), evaluation)
+            problem = self._try_step(loss, evaluation)
         if problem is not None:
             self._skip(problem)
-        return loss
+
+    def report_loss(self, loss: Tensor | float) -> None:
+        """Tell the guard the loss of the next step, where step() gets no closure; without a guard it is free.
+
+        Args:
+            loss: of the whole batch, at the present parameters, as it was before it was scaled; of several
+                micro-batches their mean or sum, always the same of the two. The last one counts.
+        """
+        if self._watch is not None:
+            self._watch.reported = loss.detach() if isinstance(loss, Tensor) else loss
+
+    def _step_on_watch(self, watch: Watch, loss: Any) -> None:
+        """Take a step, or go back."""
+        reported = watch.take_loss()
+        seen = reported if loss is None else loss
+        value = None if seen is None else as_number(seen)
+        if watch.good is None:
+            watch.keep(self._snapshot())
+        if watch.judge(self._ranks.gather(value)):
+            self._go_back(watch, f"the loss is {value} and was {watch.losses.mean:.4g} on average before")
+            return
+        self._step_or_skip(value, None)
+        self._settle()
+        watch.after_step(self._skipped_in_a_row)
+        in_a_row = self._skipped_in_a_row
+        if in_a_row and any(self._ranks.gather(self._diverged)):  # of which each may have parts
+            self._go_back(watch, "parameters are no longer finite")
+        elif in_a_row >= watch.settings.patience:
+            self._go_back(watch, f"{in_a_row} steps in a row were skipped")
+        elif not in_a_row and watch.wants_snapshot(self._num_steps):
+            watch.keep(self._snapshot())
+
+    def _snapshot(self) -> Snapshot:
+        return Snapshot.of(self._model_layers.model, self._state_now(), self._num_steps)
+
+    def _go_back(self, watch: Watch, why: str) -> None:
+        """Go back to the last good snapshot, and take shorter steps from there.
+
+        Raises:
+            DivergenceError: if that was done as often as it may be.
+        """
+        snapshot, losses, num_steps = watch.good, watch.losses, self._num_steps
+        assert snapshot is not None
+        skipped, kept = self._skipped_steps, [{k: g[k] for k in OF_SCHEDULES} for g in self.param_groups]
+        with Uninterrupted():
+            snapshot.restore(self._model_layers.model)
+            self.load_state_dict(snapshot.optimizer)
+            for group, own in zip(self.param_groups, kept, strict=True):
+                group.update(own)
+            factors = losses.actions, losses.step, losses.damping
+            watch.losses.actions, watch.losses.step, watch.losses.damping = factors
+            watch.keep(snapshot)
+            is_last = watch.losses.actions >= watch.settings.at_most
+            if not is_last:
+                watch.act()
+            self._rules_of = []
+            self._skipped_steps, self._skipped_in_a_row, self._diverged = skipped, 0, False
+            self.zero_grad()
+        name, now = type(self).__name__, watch.losses
+        if is_last:
+            raise DivergenceError(messages.given_up(name, why, num_steps, self._num_steps, now.actions))
+        messages.went_back(name, why, num_steps, self._num_steps, now.step, now.damping, now.actions)
+
+    @property
+    def guard_actions(self) -> int:
+        """How often the guard has gone back to a snapshot; 0 without one."""
+        return 0 if self._watch is None else self._watch.losses.actions
 
     def _try_step(self, loss: object, evaluation: Evaluation | None) -> str | None:
         """Take the step, or say what keeps it from being taken, if that was not told yet.
@@ -527,7 +620,12 @@ class NaturalGradient(Optimizer):
                 natural, are_finite = self._natural(raw, rules, None if waits else finite)
                 if not self._gathers:
                     others = [own_part(own) for p, own in raw.items() if p not in natural]
-                    finite = self._everywhere(all_finite([*are_finite, *others]))
+                    if evaluation is None:
+                        share = longest_direction(self.param_groups, self._settings.stretch)
+                        found = squares_are_finite([*are_finite, *others], share)
+                    else:  # whose steps are as long as the loss allows
+                        found = all_finite([*are_finite, *others])
+                    finite = self._everywhere(found)
                 elif any(own.dtype == torch.float16 for own in are_finite):  # whose range is small
                     both = all_finite(are_finite), finite
                     finite = torch.stack([own for own in both if own is not None]).all()
@@ -546,8 +644,10 @@ class NaturalGradient(Optimizer):
                 self._update_if_loss_falls(raw, natural, evaluation)
         self._network.release()
         if refreshed is not before:
-            counts = ({n: block.failed_refreshes for n, block in own.items()} for own in (before, refreshed))
-            messages.failed_refreshes(type(self).__name__, *counts)
+            messages.failed_refreshes(type(self).__name__, before, refreshed)
+            due = {n: own for n, own in self._due().items() if self._layers[n].weight.requires_grad}
+            why = self._capture.why_nothing_came
+            self._refresh_log.note(self._num_steps, due, before, refreshed, why)
         self._note_unseen()
         self._num_steps += 1
         self._skipped_in_a_row = 0
@@ -583,6 +683,8 @@ class NaturalGradient(Optimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the gradients, and the statistics of the backward passes that made them."""
         self._capture.roll_back()
+        if self._capture.asleep:  # which is in use, though there is a newer one
+            self._arm()
         super().zero_grad(set_to_none)
 
     def _arm(self) -> None:
@@ -673,7 +775,7 @@ class NaturalGradient(Optimizer):
             terms = ((stretch * highest[p], raw[p], direction) for p, direction in natural.items())
             coefficient = kl_coefficient(terms, clip)
             natural = {p: direction * coefficient.to(direction.dtype) for p, direction in natural.items()}
-            are_finite.append(coefficient)
+            are_finite = list(natural.values())
         return {p: part_of(direction, p) for p, direction in natural.items()}, are_finite
 
     def _whole_in_blocks(self, raw: Mapping[Tensor, Tensor]) -> Mapping[Tensor, Tensor]:
@@ -728,7 +830,7 @@ class NaturalGradient(Optimizer):
         if finite is not None:
             self._skipping.note(finite)
         others = self._first_order({p: own for p, own in raw.items() if p not in natural}, finite)
-        settings = self._settings
+        settings, shorter = self._settings, 1.0 if self._watch is None else self._watch.losses.step
         ways = (
             (natural, settings.momentum_at == "after", settings.stretch),
             (others, settings.first_order_step == "sgd", 1.0),
@@ -743,7 +845,7 @@ class NaturalGradient(Optimizer):
                     [own_part(p) for p in trained],
                     [directions[p] for p in trained],
                     [own_part(self._velocity(p)) for p in trained] if momentum else [],
-                    lr=group["lr"],
+                    lr=group["lr"] * shorter,
                     momentum=momentum,
                     weight_decay=group["weight_decay"],
                     stretch=stretch,
@@ -861,10 +963,9 @@ class NaturalGradient(Optimizer):
         self._skipped_steps += 1
         self._skipped_in_a_row += 1
         parameters = (p for group in self.param_groups for p in group["params"])
-        diverged = not all(bool(torch.isfinite(own_part(p)).all()) for p in parameters)
-        messages.skipped_step(
-            type(self).__name__, self._num_steps, self._skipped_steps, self._skipped_in_a_row, problem, diverged
-        )
+        self._diverged = not all(bool(torch.isfinite(own_part(p)).all()) for p in parameters)
+        counts = self._num_steps, self._skipped_steps, self._skipped_in_a_row
+        messages.skipped_step(type(self).__name__, *counts, problem, self._diverged)
 
     def _note_unseen(self) -> None:
         """Keep count of layers that have a gradient but no statistics, and say so once of each."""
@@ -900,6 +1001,21 @@ class NaturalGradient(Optimizer):
         """Trace, damping and condition of what divides gradients, by layer name: for logs and monitors."""
         return self._network.signals(self._damping_rules())
 
+    def health(self, *, off_diagonals: bool = False) -> Health:
+        """How the curvature of every layer is doing, and in one line what to change: print it.
+
+        What it tells of refreshes is saved in the state, the reasons are those since the last start.
+
+        Args:
+            off_diagonals: whether to compute how far each basis is from diagonalising the present factors,
+                which takes a product of matrices for each side.
+        """
+        trained = [name for name, layer in self._layers.items() if layer.weight.requires_grad]
+        blocks = self._network.blocks.items() if off_diagonals else ()
+        found = {name: off_diagonal(block, self._recipe) for name, block in blocks}
+        steps = self.num_steps, self.skipped_steps
+        return health_of(type(self).__name__, trained, self.signals(), self._refresh_log, found, *steps)
+
     @property
     def likelihoods(self) -> dict[str, Likelihood]:
         """What the model's predictions mean, by their names, as far as it is known: as was set, or as found.
@@ -923,7 +1039,10 @@ class NaturalGradient(Optimizer):
 
     @property
     def failed_refreshes(self) -> int:
-        """How many eigendecompositions failed for good; an older basis was kept each time."""
+        """How many refreshes of a layer failed for good, by eigendecompositions that did or for want of memory.
+
+        An older basis was kept each time.
+        """
         return sum(curvature.failed_refreshes for curvature in self._network.blocks.values())
 
     # -- state -----------------------------------------------------------------------------------------
@@ -934,6 +1053,10 @@ class NaturalGradient(Optimizer):
         Plain dicts, lists, numbers, strings and tensors: torch.load(weights_only=True) reads it.
         """
         self._capture.drop_what_was_zeroed()
+        return self._state_now()
+
+    def _state_now(self) -> dict[str, Any]:
+        """The same; passes since the last step are not in it, whether they were dropped or not."""
         whole = {
             "method": self.method.name,
             "num_steps": self.num_steps,
@@ -948,6 +1071,8 @@ class NaturalGradient(Optimizer):
             "choosing": self._capture.choosing.state(),
             "likelihoods": self._capture.likelihoods.state(),
             "probing": self._capture.probing.state(),
+            "refreshes": self._refresh_log.plain(),
+            "guard": None if self._watch is None else self._watch.state(),
         }
         blocks, motions = self._network.separate_blocks(), self._network.motions
         return to_torch(super().state_dict(), self.param_groups, self._layers, blocks, motions, whole)
@@ -997,11 +1122,15 @@ class NaturalGradient(Optimizer):
         self._skipped_steps = saved.whole["skipped_steps"]
         self._rejected_steps = saved.whole.get("rejected_steps", 0)
         self._attempts = dict(saved.whole["attempts"])
+        self._refresh_log = RefreshLog.from_plain(saved.whole.get("refreshes", {}))
         self._highest_lr = list(saved.whole["highest_lr"])
         if self._settings.turns == AUTO:
             self._by_turns = saved.whole["turns"]
         if self._settings.first_interval == AUTO:
             self._least = saved.whole.get("first_interval", 1)
+        if self._watch is not None:
+            self._watch.load(saved.whole.get("guard"))
+            self._rules_of = []
         self._schedule = self._new_schedule()
         self._capture.clear()
         self._arm()

@@ -26,6 +26,7 @@ from tekfac.damping import (
     TraceBased,
     as_rule,
 )
+from tekfac.guard import Guard, as_guard
 from tekfac.layers.side_forms import MaxDim
 from tekfac.methods import Method, default_settings, refused_settings
 from tekfac.optim.param_groups import Selected
@@ -107,6 +108,7 @@ class Settings(Measurement):
     turns: bool | Literal["auto"] = "auto"
     basis_tolerance: float = DEFAULT_BASIS_TOLERANCE
     track_basis: bool = False
+    guard: bool | Guard = False
 
     fishers: ClassVar[tuple[str, ...]] = (*FISHER_KINDS, AUTO)
     batch_dims: ClassVar[tuple[str, ...]] = (AUTO,)
@@ -114,6 +116,7 @@ class Settings(Measurement):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_damping(self.damping)
+        as_guard(self.guard)
         TraceBased(self.trace_floor)
         for name in ("factor_decay", "rescaling_decay"):
             _require_decay(name, getattr(self, name))

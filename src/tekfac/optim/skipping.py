@@ -8,7 +8,9 @@ somebody asks.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -57,10 +59,30 @@ def all_finite(tensors: Sequence[Tensor]) -> Tensor | None:
     return torch.isfinite(torch.stack(sums).sum())
 
 
-def squares_are_finite(tensors: Sequence[Tensor]) -> Tensor | None:
+ROOT = 1 / 8
+"""Of the largest number: no step is longer. Products of eight weights that it leads to stay in the range."""
+
+
+def longest_direction(groups: Iterable[Mapping[str, Any]], stretch: float) -> float:
+    """So long a direction may be, as a share of the longest step.
+
+    Learning rates that are tensors on a device are not read, and bound nothing.
+    """
+    rates = (group["lr"] for group in groups)
+    known = [float(rate) for rate in rates if not isinstance(rate, Tensor) or rate.device.type == "cpu"]
+    highest = max(known, default=0.0) * max(stretch, 1.0)
+    return 1 / highest if highest else math.inf
+
+
+def squares_are_finite(tensors: Sequence[Tensor], share: float = math.inf) -> Tensor | None:
     """Whether the sum of the squares of all entries is finite, as `all_finite`.
 
     Then so are all squares in any other orthonormal basis.
+
+    Args:
+        tensors: to look at.
+        share: of the longest step (see ROOT) that all of them may be as long as; there is no longer one than
+            whose square is finite.
     """
     nonempty = [tensor for tensor in tensors if tensor.numel()]
     if not nonempty:
@@ -69,7 +91,10 @@ def squares_are_finite(tensors: Sequence[Tensor]) -> Tensor | None:
     norms = norms_of(wide)
     if any(tensor.dtype != wide[0].dtype for tensor in wide):
         norms = [norm.to(wide[0].dtype) for norm in norms]
-    return torch.isfinite(torch.stack(list(norms)).square().sum())
+    largest = torch.finfo(wide[0].dtype).max
+    longest = min(share * largest**ROOT, largest**0.5)
+    square: Tensor = torch.stack(list(norms)).square().sum()
+    return square.le(min(longest**2, largest))
 
 
 def in_words(directions: Mapping[Tensor, Tensor], names: Mapping[Tensor, str], owners: Ranks) -> str:

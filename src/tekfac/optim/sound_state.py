@@ -18,6 +18,8 @@ from tekfac.capture.likelihood_of_loss import LikelihoodsOfLosses
 from tekfac.capture.probing import Probing
 from tekfac.damping import from_plain
 from tekfac.layers.layer import Layer
+from tekfac.optim.divergence import Losses
+from tekfac.optim.refresh_log import Refreshes
 from tekfac.optim.settings import check_damping
 from tekfac.ranks.shards import own_part
 
@@ -208,6 +210,25 @@ def _counts(place: str, value: Any) -> None:
         _count(f"{place}[{name!r}]", own)
 
 
+def _refreshes(place: str, value: Any) -> None:
+    _mapping(place, value)
+    for name, own in value.items():
+        if not isinstance(own, list | tuple) or len(own) != len(Refreshes._fields):
+            raise damaged(f"{place}[{name!r}]", own, f"a list of {len(Refreshes._fields)} numbers")
+        for entry, number in zip(Refreshes._fields, own, strict=True):
+            if number is not None or Refreshes._field_defaults[entry] is not None:
+                _count(f"{place}[{name!r}].{entry}", number)
+
+
+def _guard(place: str, value: Any) -> None:
+    _mapping(place, value)
+    checks = dict.fromkeys(Losses.__annotations__, _finite) | {"seen": _count, "actions": _count}
+    for name, check in {**checks, "distance": _nonnegative, "step": _positive, "damping": _positive}.items():
+        check(f"{place}[{name!r}]", value.get(name))
+    if value.keys() != checks.keys():
+        raise damaged(place, sorted(value), f"only {sorted(checks)}")
+
+
 def _generator(place: str, value: Any) -> None:
     _mapping(place, value)
     if value.keys() != {"seed", "device", "state"}:
@@ -313,9 +334,11 @@ WHOLE: Mapping[str, Check] = {
     "choosing": _generator,
     "likelihoods": _likelihoods,
     "probing": _probing,
+    "refreshes": _refreshes,
+    "guard": _maybe(_guard),
     "layers": _layers,
 }
 """Of the optimizer as a whole."""
 
-LATER = ("rejected_steps", "first_interval", "likelihoods", "probing")
+LATER = ("rejected_steps", "first_interval", "likelihoods", "probing", "refreshes", "guard")
 """Entries that states of the same format did not have at first."""
