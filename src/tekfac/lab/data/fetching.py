@@ -120,7 +120,8 @@ class _Bounded:
 
     def __call__(self, address: str, path: str, pooch: Any) -> None:
         """As pooch calls it."""
-        with Path(path).open("wb") as file:  # of pooch, which puts it in place
+        unfinished = Path(path)  # pooch puts it in place
+        with unfinished.open("wb") as file:
             self._downloader(address, _AtMost(file, self._most), pooch)
 
 
