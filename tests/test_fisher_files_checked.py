@@ -88,7 +88,7 @@ def test_a_file_that_lacks_something_is_refused_by_name(entry: str, tmp_path: Pa
         fisher.load(tmp_path / "blocks")
 
 
-@pytest.mark.parametrize("entry", ["signature", "records", "likelihoods", "sampling"])
+@pytest.mark.parametrize("entry", ["signature", "records", "likelihoods"])
 def test_a_survey_that_lacks_something_is_refused_by_name(
     entry: str, files: dict[str, bytes], tmp_path: Path
 ) -> None:
