@@ -153,6 +153,19 @@ def test_without_restarts_the_others_end_and_the_run_can_be_resumed(tmp_path: Pa
     assert resumed.returncode == 0, resumed.stderr
 
 
+@pytest.mark.slow
+def test_fisher_says_the_same_by_two_processes(tmp_path: Path) -> None:
+    arguments = ["fisher", "--samples", "300", "--no-figures", "--quiet"]
+    for out, processes in (("one", 1), ("two", 2)):
+        done = run(*arguments, "--out", out, folder=tmp_path, processes=processes)
+        assert done.returncode == 0, done.stderr
+    one, two = (json.loads((tmp_path / out / "comparison.json").read_text()) for out in ("one", "two"))
+    for point, expected in one["points"].items():
+        for row, found in zip(expected["rows"], two["points"][point]["rows"], strict=True):
+            assert found["layer"] == row["layer"]
+            assert found["error"] == pytest.approx(row["error"], rel=1e-8)
+
+
 @pytest.mark.parametrize("command", ["compare", "bench", "sweep"])
 def test_what_is_for_one_process_says_so(
     command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

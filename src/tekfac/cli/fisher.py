@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import logging
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from typing import Any
 
@@ -32,6 +32,7 @@ from tekfac.fisher.paper_claims import Finding, findings
 from tekfac.lab.data.digits import read_digits
 from tekfac.layers.inventory import take_inventory
 from tekfac.likelihoods import LIKELIHOODS
+from tekfac.ranks.launched import joined
 
 KINDS = (AUTO, *LIKELIHOODS)
 EPOCHS = (0, 1, 2, 4, 8)
@@ -91,7 +92,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> None:
-    """Measure, write files and figures, print the table and what it says."""
+    """Measure, write files and figures, print the table and what it says.
+
+    Under torchrun all processes measure, each a share of the batches, and the first one writes and prints.
+    """
+    with joined() as ranks:
+        _run(options, is_first=ranks.index == 0)
+
+
+def _run(options: argparse.Namespace, *, is_first: bool) -> None:
     logging.basicConfig(level=logging.WARNING, format="%(message)s")
     _check(options)
     dtype = torch.float32 if options.float32 else torch.float64
@@ -102,13 +111,14 @@ def run(options: argparse.Namespace) -> None:
         "loss": None if options.loss is None else find_function(options.loss, "--loss"),
         "layers": options.layers,
         "seed": options.seed,
-        "progress": not options.quiet and sys.stderr.isatty(),
+        "progress": is_first and not options.quiet and sys.stderr.isatty(),
     }
     comparisons: dict[str, Comparison] = {}
     model: nn.Module | None = None
     for point, model, is_last in _points(options, dtype):
         _check_heat_map(options, model)
-        print(f"Measuring {point} ...", file=sys.stderr)
+        if is_first:
+            print(f"Measuring {point} ...", file=sys.stderr)
         comparisons[point] = compare(
             model,
             loader,
@@ -121,13 +131,18 @@ def run(options: argparse.Namespace) -> None:
         )
     assert model is not None
     last, found = list(comparisons)[-1], findings(list(comparisons.values()))
-    written = _write_numbers(options, comparisons, found)
-    samples = comparisons[last].metadata["samples"]
-    print(f"\n{options.model or 'The digits CNN'}, {last}; {samples} samples\n\n{comparisons[last]}\n")
-    print("\n".join(map(str, found)))
+    written: list[str] = []
+    if is_first:
+        written += _write_numbers(options, comparisons, found)
+        samples = comparisons[last].metadata["samples"]
+        print(f"\n{options.model or 'The digits CNN'}, {last}; {samples} samples\n\n{comparisons[last]}\n")
+        print("\n".join(map(str, found)))
     if not options.no_figures:
-        written += _write_figures(options, comparisons, model, loader, keywords)
-    print(f"\nWritten to {options.out}: {', '.join(written)}")
+        drawn = _figures(options, comparisons, model, loader, keywords)
+        if is_first:
+            written += _written(options, drawn)
+    if is_first:
+        print(f"\nWritten to {options.out}: {', '.join(written)}")
     contradicted = [finding for finding in found if finding.contradicted]
     if contradicted:
         raise ValueError(f"Mathematics rules this out; please report it: {contradicted[0]}")
@@ -219,13 +234,14 @@ def _write_numbers(
     return ["comparison.csv", "comparison.json", "comparison.txt"]
 
 
-def _write_figures(
+def _figures(
     options: argparse.Namespace,
     comparisons: dict[str, Comparison],
     model: nn.Module,
     loader: Iterable[Any],
     keywords: Keywords,
-) -> list[str]:
+) -> dict[str, Any]:
+    """By the names of their files; of several processes all have to draw, since they measure together."""
     last = list(comparisons.values())[-1]
     drawn = {"errors": figures.errors(last), "angles": figures.angles(last), "spectra": figures.spectra(last)}
     if len(comparisons) > 1:
@@ -244,6 +260,10 @@ def _write_figures(
         }
         exact = exact_blocks(model, loader, **one)[str(layer)]
         drawn["heat-map"] = figures.heat_maps(exact, approximations)
+    return drawn
+
+
+def _written(options: argparse.Namespace, drawn: Mapping[str, Any]) -> list[str]:
     for name, figure in drawn.items():
         figures.save(figure, options.out / name)
     return [f"{name}.{ending}" for name in drawn for ending in ("png", "pdf")]

@@ -38,7 +38,14 @@ def training(model: nn.Module, epochs: int, seed: int) -> Iterator[tuple[int, fl
     images, labels = read_digits(next(model.parameters()).dtype)
     order = torch.Generator().manual_seed(seed)
     optimizer = TEKFAC.natural(
-        model, lr=1e-3, kl_clip=1e-3, factors_every=10, basis_every=10, rescaling_every=10, seed=seed
+        model,
+        lr=1e-3,
+        kl_clip=1e-3,
+        factors_every=10,
+        basis_every=10,
+        rescaling_every=10,
+        seed=seed,
+        process_group="alone",  # each process trains it by itself, on the same batches
     )
     for epoch in range(epochs + 1):
         if epoch:

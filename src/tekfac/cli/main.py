@@ -29,7 +29,7 @@ COMMANDS = {
 }
 """Every command, which is also the name of its module here, and what it is for."""
 
-OF_SEVERAL = ("train",)
+OF_SEVERAL = ("train", "fisher")
 """Those that torchrun may start several processes of."""
 
 DEBUG = "--debug"
