@@ -299,7 +299,7 @@ MEANINGS: dict[Outcome, str] = {
     stays: "the step is taken; the layer's parameters stay where they are",
     coasts: "the step is taken; what has no gradient goes on by its momentum alone",
     retried: "the basis is computed in float64, and the step taken as it would have been",
-    old_basis: "the step is taken, every layer keeps its basis, and that is counted; the next refresh renews it",
+    old_basis: "the step is taken, every layer keeps its basis, which is counted; the next refresh renews it",
     axes: "the step is taken in the coordinate axes, and that is counted; the next refresh brings a basis",
     first_order: "the step is taken by first order; layers have blocks from the next step on that measures",
 }
