@@ -19,15 +19,19 @@ class Sampling:
         """A generator that has drawn nothing yet; where no device is given, that of the first draw is it."""
         self._first = self._seed = seed
         self._generator = None if device is None else torch.Generator(device=device).manual_seed(seed)
-        self._before: Tensor | None = None
+        self._before: tuple[torch.Generator, Tensor] | tuple[None, None] | None = None
 
     def generator_on(self, device: torch.device) -> torch.Generator:
         """The generator to draw with next."""
+        if self._before is None:
+            self._before = self._now()
         if self._generator is None or self._generator.device != device:
             self._generator = torch.Generator(device=device).manual_seed(self._seed)
-        if self._before is None:
-            self._before = self._generator.get_state()
         return self._generator
+
+    def _now(self) -> tuple[torch.Generator, Tensor] | tuple[None, None]:
+        """The generator, and its state; nothing where none was needed yet."""
+        return (None, None) if self._generator is None else (self._generator, self._generator.get_state())
 
     def begin(self, place: int) -> None:
         """Draw from now on what belongs to a place in the data, whatever was drawn before.
@@ -43,19 +47,18 @@ class Sampling:
 
     def roll_back(self) -> None:
         """As if nothing had been drawn since the last `keep`."""
-        if self._before is not None and self._generator is not None:
-            self._generator.set_state(self._before)
+        if self._before is not None:
+            self._generator, state = self._before
+            if self._generator is not None and state is not None:
+                self._generator.set_state(state)
         self._before = None
 
     def state(self) -> dict[str, Any]:
         """The generator as plain values, as it was at the last `keep`: passes since then will be made again."""
-        if self._generator is None:
+        generator, state = self._now() if self._before is None else self._before
+        if generator is None or state is None:
             return {"seed": self._seed, "device": None, "state": None}
-        return {
-            "seed": self._seed,
-            "device": str(self._generator.device),
-            "state": self._generator.get_state() if self._before is None else self._before.clone(),
-        }
+        return {"seed": self._seed, "device": str(generator.device), "state": state.clone()}
 
     def load(self, saved: Mapping[str, Any]) -> None:
         """Go on drawing where the saved generator stopped."""
