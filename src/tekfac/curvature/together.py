@@ -85,7 +85,7 @@ def refreshed_together(
 
 
 class _UnlikeError(Exception):
-    """Rows of equal shapes of which not as many are left: of gradients, some may be exactly 0."""
+    """Layers of one size with unequal rows: positions that no loss has reached are left out in each."""
 
 
 class _JoinedRows:
