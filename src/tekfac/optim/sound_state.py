@@ -238,11 +238,19 @@ def _generator(place: str, value: Any) -> None:
     if device is None and state is None:
         return
     _words(f"{place}['device']", device)
+    with read_of(f"{place}['device']"):
+        torch.device(device)
     if not isinstance(state, Tensor) or state.dtype != torch.uint8:
         raise damaged(f"{place}['state']", state, "the bytes of a generator's state")
     if device == "cpu":  # of others only their own device tells
         with read_of(f"{place}['state']"):
             torch.Generator().set_state(state.cpu())
+
+
+def _generator_of_host(place: str, value: Any) -> None:
+    _generator(place, value)
+    if value["device"] not in (None, "cpu"):
+        raise damaged(f"{place}['device']", value["device"], "'cpu'")
 
 
 def _likelihoods(place: str, value: Any) -> None:
@@ -331,7 +339,7 @@ WHOLE: Mapping[str, Check] = {
     "highest_lr": _rates,
     "recipe": _recipe,
     "sampling": _generator,
-    "choosing": _generator,
+    "choosing": _generator_of_host,
     "likelihoods": _likelihoods,
     "probing": _probing,
     "refreshes": _refreshes,
