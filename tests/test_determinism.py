@@ -113,6 +113,7 @@ def _each_way_twice(rank: int, world: int) -> list[tuple[str, str]]:
     return [(_trained(rank, settings), _trained(rank, settings)) for settings in WAYS.values()]
 
 
+@pytest.mark.slow
 def test_two_processes_together_give_the_same_run_twice(tmp_path: Path) -> None:
     first, second = run_together(2, tmp_path, _each_way_twice)
     assert all(one == other for one, other in first)

@@ -403,6 +403,7 @@ def _with_a_bad_loss_in_one(rank: int, world: int) -> Any:
     return optimizer.guard_actions, optimizer.num_steps, copied(dict(model.named_parameters()))
 
 
+@pytest.mark.slow
 def test_processes_go_back_together(tmp_path: Path) -> None:
     first, second = run_together(2, tmp_path, _with_a_bad_loss_in_one)
     assert first[:2] == second[:2] == (1, 14)

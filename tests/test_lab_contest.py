@@ -114,7 +114,7 @@ def test_differences_are_those_of_equal_seeds() -> None:
     assert "| AdamW | `adamw, lr=0.003` | 3 ± 0.71 | +0.5 ± 0 | 1.25 ± 0.35 | – |" in text
 
 
-@pytest.mark.parametrize("name", ["table", "digits", "bert"])
+@pytest.mark.parametrize("name", ["table", "digits", pytest.param("bert", marks=pytest.mark.slow)])
 def test_tasks_that_no_default_was_chosen_on_are_learnt_by_both_as_they_come(name: str) -> None:
     if name == "bert":
         pytest.importorskip("transformers")

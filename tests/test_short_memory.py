@@ -149,6 +149,7 @@ def _decomposing_without_memory_in_one(rank: int, world: int) -> Any:
     return optimizer.num_steps, optimizer.failed_refreshes, everything(model, optimizer)["model"]
 
 
+@pytest.mark.slow
 def test_of_two_processes_one_finds_none_and_both_keep_the_old_basis(tmp_path: Path) -> None:
     first, second = run_together(2, tmp_path, _decomposing_without_memory_in_one)
     assert first[:2] == second[:2]
