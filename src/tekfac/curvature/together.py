@@ -36,6 +36,7 @@ def alike(
         theta = old[name].theta
         key = (
             own_due,
+            type(batch),  # rows as they came and formed ones can have the same sizes by chance
             batch.shape._replace(groups=0),
             layers[name].shape.forms,
             batch.num_terms,
@@ -75,17 +76,10 @@ def refreshed_together(
     if samples_per_chunk(rows, recipe.memory_budget) < rows.shape.samples:
         return None
     groups = [len(curvature.basis.scale) for curvature in old]
-    try:
-        whole = refreshed(_joined(old), [rows], due, recipe)
-    except _UnlikeError:
-        return None
+    whole = refreshed(_joined(old), [rows], due, recipe)
     if whole is None or whole.failed_refreshes:
         return None
     return _separated(whole, groups, [curvature.failed_refreshes for curvature in old])
-
-
-class _UnlikeError(Exception):
-    """Layers of one size with unequal rows: positions that no loss has reached are left out in each."""
 
 
 class _JoinedRows:
@@ -101,8 +95,6 @@ class _JoinedRows:
         """The rows of all samples, at most `samples_per_chunk` at a time."""
         for parts in zip(*(batch.chunks(samples_per_chunk) for batch in self._batches), strict=True):
             inputs = [part.a if part.scale == 1 else part.a * part.scale**0.5 for part in parts]
-            if any(part.a.shape[1:] != parts[0].a.shape[1:] for part in parts):
-                raise _UnlikeError
             a, u = torch.cat(inputs), torch.cat([part.u for part in parts], dim=1)
             yield Rows(a, u, None, parts[0].forms)
 
