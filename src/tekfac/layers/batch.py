@@ -102,7 +102,8 @@ class LayerBatch:
     @property
     def has_masks(self) -> bool:
         """Whether some positions may not count."""
-        return self.context.ignored is not None or self.context.padding is not None
+        masks = (self.context.ignored, self.context.padding, *(own.real for own in self.applications))
+        return any(mask is not None for mask in masks)
 
     @property
     def shape(self) -> BatchShape:
